@@ -365,10 +365,7 @@ class Store(Read):
 
 
 class Heartbeat(Body):
-    """HEARTBEAT: telemetry; ``blocked``: a push is open longer than a heartbeat; ``unreachable``: for a lease.
-
-    ``elsewhere``: this worker has waited as long for other workers, and contributes nothing before they come.
-    """
+    """HEARTBEAT: telemetry; ``blocked``: a push is open longer than a heartbeat; ``unreachable``: for a lease."""
 
     steps: bounds.Counted | UnsetType = UNSET
     step_s: bounds.Seconds | UnsetType = UNSET
@@ -377,7 +374,6 @@ class Heartbeat(Body):
     loss: bounds.Finite | UnsetType | None = UNSET
     completed: bounds.Counted | UnsetType = UNSET
     blocked: bool | UnsetType = UNSET
-    elsewhere: bool | UnsetType = UNSET
     unreachable: OfShards | UnsetType = UNSET
 
 
@@ -400,13 +396,16 @@ class Admin(Body):
 
 
 class Follow(Body):
-    """FOLLOW. ``index``: of the shard; ``addresses``: of all ``shards`` of the follower, which can read ``memory``."""
+    """FOLLOW. ``index``: of the shard; ``addresses``: of all ``shards`` of the follower; the rest: its settings."""
 
     software: bounds.Printable
     shards: bounds.Positive
     index: bounds.Unsigned
     addresses: Addresses
-    memory: bool | UnsetType = UNSET
+    durability: Annotated[str, bounds.one_of(*messages.DURABILITY_TIERS)]
+    max_memory_bytes: bounds.Unsigned64
+    keep_history: bool
+    plugins: Annotated[list[bounds.Printable], Meta(max_length=64)]
 
     def __post_init__(self) -> None:
         """Check that each shard has an address."""

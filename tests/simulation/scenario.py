@@ -6,6 +6,8 @@ import random
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from psengine.protocol.messages import DURABILITY_TIERS
+
 
 class Fault(NamedTuple):
     """One fault; what ``detail`` means depends on the kind, see ``faults.py``.
@@ -49,6 +51,9 @@ class Scenario:
         has_followers: each server has one, and an update is acknowledged once that has it.
         election: who decides which of the two leads: "etcd" or "launcher".
         elector_s: the longest way of a question to the elector, and of its answer.
+        asks: the tier that the job asks for; "" for none.
+        follower_bytes: what a shard of a follower may hold, where that is less than its leader's.
+        apart_s: by how much a follower's clock is ahead of its leader's.
         think_s: the longest time between two steps of a worker, or of a batch.
         virtual_workers: of "elastic"; more workers are spares.
         checkpoint_steps: of "elastic", from one checkpoint to the next; 0 writes none.
@@ -86,6 +91,9 @@ class Scenario:
     has_followers: bool = False
     election: str = ""
     elector_s: float = 0.0
+    asks: str = ""
+    follower_bytes: int | None = None
+    apart_s: float = 0.0
     virtual_workers: int = 0
     checkpoint_steps: int = 0
     shares_checkpoints: bool = False
@@ -213,7 +221,15 @@ def draw(seed: int) -> Scenario:
     scenario = _draw_elastic(seed) if seed % ELASTIC_SEEDS == ELASTIC_SEEDS - 1 else _draw_job(seed)
     if seed % FOLLOWER_SEEDS == FOLLOWER_SEEDS - 1:
         scenario = _with_followers(scenario)
-    return scenario if any(one.kind == "cut off" for one in scenario.faults) else _with_companion(scenario)
+    is_cut_off = any(one.kind == "cut off" for one in scenario.faults)
+    return _asking(scenario if is_cut_off else _with_companion(scenario))
+
+
+def _asking(scenario: Scenario) -> Scenario:
+    rng, other = random.Random(f"asks {scenario.seed}"), scenario.companion
+    tiers = ("", *DURABILITY_TIERS[scenario.durability])
+    asks = rng.choice(tiers) if scenario.rule != "elastic" else ""
+    return replace(scenario, asks=asks, companion=None if other is None else _asking(other))
 
 
 def _with_companion(scenario: Scenario) -> Scenario:
@@ -245,12 +261,14 @@ def _with_companion(scenario: Scenario) -> Scenario:
 
 
 def _with_followers(scenario: Scenario) -> Scenario:
-    rng = random.Random(f"followers {scenario.seed}")
+    rng, around = random.Random(f"followers {scenario.seed}"), random.Random(f"around followers {scenario.seed}")
     scenario = replace(
         scenario,
         has_followers=True,
         election=rng.choice(("etcd", "launcher")),
         elector_s=rng.choice((0.005, 0.1, 0.6)),
+        follower_bytes=around.choice((None,) * 5 + (64, 4096)),
+        apart_s=around.choice((-30.0, 0.0, 0.0, 30.0)),
         snapshot_s=scenario.snapshot_s if scenario.keeps_log else None,
     )
     others = [one for one in scenario.faults if one.kind != "bits flip" and rng.random() < 0.4]

@@ -34,6 +34,9 @@ from simulation.violation import Violation
 WALL_S = 1.7e9
 # How long a shard's thread takes to do what another thread asks for.
 LATE_S = (0.0, 0.005, 0.05)
+# Of each shard, unless a scenario has less for followers.
+MOST_BYTES = 1 << 30
+LIKE_ALL: dict[str, Any] = {"keep_history": False, "plugins": []}
 
 
 class ServerProcess:
@@ -64,11 +67,15 @@ class ServerProcess:
         self._rng = random.Random(f"server {scenario.seed} {host} {clock.now_s}")
         self._wrong_s = wrong_s
         self.epoch = self.draw_epoch()
+        most_bytes = scenario.follower_bytes if host >= scenario.servers else None
+        most_bytes = MOST_BYTES if most_bytes is None else most_bytes
         self._settings = settings = ShardSettings(
             lease_s=scenario.lease_s,
             heartbeat_s=scenario.heartbeat_s,
+            max_memory_bytes=most_bytes,
             durability=scenario.durability,
             keeps_updates=scenario.keeps_updates,
+            likeness={"durability": scenario.durability, "max_memory_bytes": most_bytes, **LIKE_ALL},
         )
         self.coordinators = self._make_coordinators()
         self.shards = [

@@ -178,7 +178,7 @@ class Training:
         return SessionOptions(
             addresses=["|".join(f"tcp://10.0.0.{host}:0" for host in of_server) for of_server in hosts],
             job=self.name,
-            rule=self.job.rule,
+            rule=self.job.rule | ({"durability": scenario.asks} if scenario.asks else {}),
             run=f"run {self.counts['started anew']}",
             codec=only_gradients(codec) if scenario.rule == "merge" else codec,
             rank=rank,

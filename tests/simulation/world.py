@@ -60,7 +60,7 @@ class Simulation:
         network_rng = random.Random(f"network {scenario.seed}")
         self.network = Network(self.clock, network_rng, scenario.latency_s, scenario.lease_s)
         self.disks = [ServerDisk(random.Random(f"disk {host} {scenario.seed}")) for host in range(scenario.hosts)]
-        # A server and its follower have about the same time.
+        # By server: how wrong the clock is of the one that leads at first.
         self._wrong_s = [self._rng.choice((-30.0, 0.0, 30.0)) for _ in range(scenario.servers)]
         self.faults = Faults(self)
         self.leaders: dict[int, ServerProcess] = {}
@@ -147,7 +147,8 @@ class Simulation:
     def _make_server(self, host: int) -> ServerProcess:
         scenario = self.scenario
         addresses = [f"tcp://10.0.0.{host}:{shard}" for shard in range(scenario.shards)]
-        server = ServerProcess(self, host, addresses, self._wrong_s[host % scenario.servers])
+        wrong_s = self._wrong_s[host % scenario.servers] + scenario.apart_s * (host >= scenario.servers)
+        server = ServerProcess(self, host, addresses, wrong_s)
         if scenario.snapshot_s is not None:
             server.snapshots = Snapshots(server, self.disks[host], self, scenario.snapshot_s, self._rng)
         return server

@@ -191,7 +191,7 @@ class Server:
             thread = ShardThread(shard, endpoint, *given, facts=facts, pair=pair)
             thread.known = known if shard.index == 0 else {}
             if self._replication is not None:
-                thread.on_applied = self._replication.wake
+                thread.on_kept = self._replication.wake
             self._shards.threads.append(thread)
         stack.callback(self._end_threads)
         if pair is None:
@@ -227,13 +227,19 @@ class Server:
 
     def _make_shards(self) -> list[Shard]:
         settings = self.settings
-        total_bytes = settings.max_memory_bytes or int(0.8 * machine_memory_bytes())
+        total_bytes = int(settings.max_memory_bytes or 0.8 * machine_memory_bytes())
         self._shard_settings = given = ShardSettings(
             lease_s=settings.lease_s,
             heartbeat_s=settings.lease_s / 5,
             max_memory_bytes=max(1, total_bytes // settings.shards),
             durability=settings.tier,
             keeps_updates="log" in settings.tier,
+            likeness={
+                "durability": settings.tier,
+                "max_memory_bytes": total_bytes,
+                "keep_history": settings.keep_history,
+                "plugins": list(settings.plugins or ()),
+            },
             keeps_snapshots=settings.snapshot_dir is not None,
             warns_of_loss=settings.tier == "memory" and not self._until_stdin_closes,
         )

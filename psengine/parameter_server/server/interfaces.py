@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from psengine.errors import ProtocolError
@@ -19,6 +19,8 @@ class ShardSettings:
     heartbeat_s: float = 1.0  # how often workers should send HEARTBEAT
     max_memory_bytes: int = 8 << 30  # what this shard may hold
     durability: str = "memory"  # the server's: one of ``DURABILITY_TIERS``
+    # Settings by name, as FOLLOW says them: a follower has the same, so that it can go on as its leader.
+    likeness: Mapping[str, Any] = field(default_factory=dict)
     keeps_snapshots: bool = False  # beside what ``durability`` says
     keeps_updates: bool = False  # this life of the server began with every acknowledged update
     warns_of_loss: bool = False  # say of a job with its weights here that the process's end loses them

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,9 +18,13 @@ from support.waiting import eventually
 from support.worker_sessions import crew
 
 from psengine.parameter_server.client.worker_session import wait_all
+from psengine.parameter_server.server.durability.inspection import back_up, inspect
+from psengine.parameter_server.server.log.records import RecordKind
 from psengine.parameter_server.server.transport.authentication import keygen
+from psengine.parameter_server.server.transport.shard_thread import ShardThread
+from psengine.protocol.frames import TYPE_AT
 from psengine.protocol.keys import CurveClientKeys
-from psengine.protocol.messages import NOBODY, ErrorCode
+from psengine.protocol.messages import NOBODY, ErrorCode, MessageType
 from psengine.protocol.rows import pack_rows, unpack_rows
 from psengine.version import __version__
 
@@ -136,11 +141,23 @@ def test_who_may_follow(tmp_path):
     client_key, _ = keygen(tmp_path / "clients", "worker")
     client, own = (CurveClientKeys.load(one, server_public) for one in (client_key, server_key))
     body = {"software": __version__, "shards": 2, "index": 0, "addresses": ["tcp://b:1", "tcp://b:2"]}
-    with pair(tmp_path, curve_key=server_key, allow=tmp_path / "clients") as (leader, follower):
+    body |= {"durability": "replica", "max_memory_bytes": 2**30, "keep_history": False, "plugins": ["json"]}
+    keys = {"curve_key": server_key, "allow": tmp_path / "clients"}
+    with pair(tmp_path, max_memory_bytes=2**30, plugins="json", **keys) as (leader, follower):
         for keys, address, fields, code, words in (
             (client, leader, {}, ErrorCode.NOT_ALLOWED, "only this server's user"),
-            (own, leader, {"software": "0"}, ErrorCode.RULE_MISMATCH, r"version, shard, shards \('.+', 0, 2\), got"),
-            (own, leader, {"index": 1}, ErrorCode.RULE_MISMATCH, r"got \('.+', 1, 2\)"),
+            (own, leader, {"software": "0"}, ErrorCode.RULE_MISMATCH, rf"expected software {__version__}, got 0"),
+            (own, leader, {"index": 1}, ErrorCode.RULE_MISMATCH, "expected index 0, got 1"),
+            (
+                own,
+                leader,
+                {"durability": "log+replica"},
+                ErrorCode.RULE_MISMATCH,
+                "replica, got log.replica",
+            ),
+            (own, leader, {"max_memory_bytes": 1}, ErrorCode.RULE_MISMATCH, f"max_memory_bytes {2**30}, got 1"),
+            (own, leader, {"keep_history": True}, ErrorCode.RULE_MISMATCH, "keep_history False, got True"),
+            (own, leader, {"plugins": []}, ErrorCode.RULE_MISMATCH, r"plugins \['json'\], got \[\]"),
             (own, leader, {}, ErrorCode.NOT_READY, f"has a follower: {follower.addresses[0]}"),
             (own, follower, {}, ErrorCode.NOT_LEADING, f"the server at {leader.addresses[0]}"),
         ):
@@ -154,6 +171,73 @@ def test_who_may_follow(tmp_path):
             assert peer.request("FOLLOW", body=body).body["code"] == ErrorCode.STALE
         leader.kill()
         eventually(lambda: leads(follower), "a takeover")
+
+
+def test_a_follower_with_another_memory_limit_is_refused_and_its_leader_goes_on(tmp_path):
+    leading, following = (settings_of(tmp_path, "", "replica", max_memory_bytes=size << 20) for size in (80, 40))
+    with running_server(**leading) as leader:
+        eventually(lambda: leads(leader), "the first leads")
+        with (
+            running_server(**following, follow=leader.addresses[0]) as follower,
+            crew(leader.addresses[0], 1, [spec(0, 1000)], rule=APPLY) as (worker,),
+        ):
+            words = f"expected max_memory_bytes {80 << 20}, got {40 << 20}"
+            eventually(lambda: words in follower.status()["replica"]["why"], "the follower says why")
+            optimizer = torch.optim.SGD([parameter := torch.zeros(1)], lr=1.0)
+            worker.attach_optimizer([spec(0, 1000)], optimizer, {"p0": parameter})
+            worker.push(0, torch.ones(1000), []).wait()
+            assert not is_in_sync(leader)
+
+
+def hold_records(directory) -> None:
+    """In a follower: apply nothing of what a worker pushes until a file is there."""
+    real = ShardThread.take_records
+
+    def wait(self: ShardThread, records: Any) -> None:
+        if any(one.kind is RecordKind.MESSAGE and one.frames[0][TYPE_AT] == MessageType.PUSH for one in records):
+            (directory / "holds").touch()
+            eventually((directory / "goes on").exists, "it may go on")
+        real(self, records)
+
+    ShardThread.take_records = wait  # type: ignore[method-assign]
+
+
+def test_what_a_follower_has_not_applied_is_not_acknowledged(tmp_path):
+    with running_server(**settings_of(tmp_path, "first", "log+replica", shards=1)) as leader:
+        follows = settings_of(tmp_path, "second", "log+replica", follow=leader.addresses[0], shards=1)
+        with (
+            running_server(**follows, sabotage=partial(hold_records, tmp_path)) as follower,
+            crew(f"{leader.addresses[0]}|{follower.addresses[0]}", 1, [spec(0, 1000)], rule=APPLY) as (worker,),
+        ):
+            eventually(lambda: is_in_sync(leader), "a follower in sync")
+            optimizer = torch.optim.SGD([parameter := torch.zeros(1)], lr=1.0)
+            worker.attach_optimizer([spec(0, 1000)], optimizer, {"p0": parameter})
+            push = worker.push(0, torch.ones(1000), values := [torch.empty(1000)])
+            worker.end_step()
+            eventually((tmp_path / "holds").exists, "the follower has the record")
+            assert leader.status()["replica"]["lag_records"]
+            assert not push.is_done
+            (tmp_path / "goes on").touch()
+            push.wait()
+            leader.kill()
+            worker.push(0, torch.ones(1000), values).wait()
+            assert torch.equal(values[0], torch.full((1000,), -2.0))
+
+
+@pytest.mark.parametrize("asked", ["replica", "log+replica"])
+def test_a_server_starts_from_its_own_log_whatever_tier_its_job_asked_for(tmp_path, asked):
+    settings = settings_of(tmp_path, "first", "log+replica", shards=1, snapshot_interval_s=0.0)
+    with running_server(**settings) as server:
+        with crew(server.addresses[0], 1, [spec(0, 1000)], rule={**APPLY, "durability": asked}) as (worker,):
+            optimizer = torch.optim.SGD([parameter := torch.zeros(1)], lr=1.0)
+            worker.attach_optimizer([spec(0, 1000)], optimizer, {"p0": parameter})
+            for _ in range(3):
+                worker.push(0, torch.ones(1000), []).wait()
+        server.kill()
+    assert any("job version 3" in line for line in inspect(tmp_path / "first"))
+    assert any("job version 3" in line for line in back_up(tmp_path / "first", tmp_path / "copy"))
+    with running_server(**settings) as again:
+        eventually(lambda: [one["version_max"] for one in again.job("job")] == [3], "it leads again")
 
 
 def test_servers_of_one_host_and_one_secret_find_each_other(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -13,13 +13,17 @@ from simulation.world import run
 Bug = Callable[..., Any]
 # By name: the owner and name of an attribute, and what it is with the bug.
 PLANTED: dict[str, tuple[Any, str, Any]] = {}
+# By name: what else is patched meanwhile, where one place guards another.
+BESIDE: dict[str, list[tuple[Any, str, Any]]] = {}
 OF_FOLLOWERS: set[str] = set()  # those that may be found where servers have followers
 
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """Inside, the product has this bug."""
-    with mock.patch.object(*PLANTED[name]):
+    with ExitStack() as stack:
+        for patch in (PLANTED[name], *BESIDE.get(name, ())):
+            stack.enter_context(mock.patch.object(*patch))
         yield
 
 

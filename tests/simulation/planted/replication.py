@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -9,6 +10,7 @@ import msgspec
 from psengine.parameter_server.client.known_server import KnownServer
 from psengine.parameter_server.server.log.records import RecordKind
 from psengine.parameter_server.server.replication.election import ElectorError, Replace
+from psengine.parameter_server.server.replication.following import Following
 from psengine.parameter_server.server.replication.stream import Stream
 from psengine.parameter_server.server.replication.succession import Succession
 from psengine.parameter_server.server.shard.shard import Shard
@@ -59,6 +61,37 @@ def _ignore_decisions(replay, self, record, *arguments):
 def _lead_without(lead, self, *arguments):
     self.known = {}
     lead(self, *arguments)
+
+
+EARLY = "a follower says that it has what it cannot apply"
+
+
+@plant(EARLY, ShardThread, "_follow")
+def _follow_with_any_limits(follow, self, received, message):
+    message.body |= self.shard.settings.likeness
+    follow(self, received, message)
+
+
+def _take_in_replay(self, *arguments):
+    self._is_replaying, is_replaying = False, self._is_replaying
+    try:
+        take_memory(self, *arguments)
+    finally:
+        self._is_replaying = is_replaying
+
+
+take_memory = Shard._take_memory
+registry.BESIDE[EARLY] = [
+    (Shard, "_take_memory", _take_in_replay),
+    (Following, "_kept", lambda self, copy, kept: copy.next),
+]
+
+
+@plant("a log is replayed only under the tier of its server", Shard, "_begin")
+def _check_tier_again(begin, self, message, sender):
+    if self._is_replaying:
+        replace(self.settings, durability="log").check_tier(message.body["job"], message.body["rule"])
+    begin(self, message, sender)
 
 
 # ---- who may lead ----------------------------------------------------------------------------------------------------

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import count
 from typing import Any
 
 import msgspec
@@ -30,7 +32,7 @@ from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardS
 from psengine.parameter_server.status_model import CoordinatedJob, CoordinatedWorker, Departed, State
 from psengine.protocol.bounds import MAX_VIEW_NUMBER
 from psengine.protocol.layout import job_number
-from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.protocol.messages import DURABILITY_TIERS, ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View, ViewMember, check_digest, message_of, release_of, sign, view_of
 
 logger = logging.getLogger(__name__)
@@ -47,12 +49,17 @@ class Interfaces:
 
     epoch: int  # of this life of the server
     settings: ShardSettings
-    wall_s: Callable[[], float]  # seconds since 1970, for dates, and so that incarnations grow across restarts
+    wall_s: Callable[[], float]  # seconds since 1970, for dates
     note: Callable[..., None]  # told of what happens, for people: see ``EventLog.note``
     draw_key: Callable[[], bytes]  # makes a job's key
     is_connected: Callable[[bytes], bool] = lambda route: True  # whether a connection stands
     is_gone: Callable[[int], bool] = lambda process_id: False  # whether a process of this host has ended
     started_s: float = -math.inf  # when this life of the server began, by the clock of messages
+
+    @cached_property
+    def numbers(self) -> Iterator[int]:
+        """Numbers that no former life has given: epochs are far apart, whatever the clocks of their servers show."""
+        return count(self.epoch + 1)
 
 
 @dataclass
@@ -254,7 +261,7 @@ class Coordinator(JobMemory):
         self._check(message.body)
         message, view = self._judge_claims(message, sender)
         rank = self.workers.rank_for(message, sender.user_id)
-        holder, is_later = self.workers.by_rank.get(rank), False
+        holder = self.workers.by_rank.get(rank)
         if holder is not None and not holder.is_process(message, sender.user_id):
             if holder.incarnation > message.incarnation > 0:
                 self._refuse_rank(rank, "went to a newer process while this one was silent (raise --lease-s)")
@@ -262,8 +269,6 @@ class Coordinator(JobMemory):
             is_later = message.incarnation > holder.incarnation and view is not None
             if holder.state is not WorkerState.GONE and not is_later:
                 self._judge(holder, message, sender)
-        if self.averages and "view" in message.body and not is_later and holder not in self.workers.members:
-            raise self._went_on(rank, holder)
         self._greet(rank, message, sender)
 
     def _judge(self, holder: Worker, message: Message, sender: Sender) -> None:
@@ -312,7 +317,7 @@ class Coordinator(JobMemory):
         if worker is None or not worker.is_process(message, sender.user_id):
             if worker is not None:
                 self._put_out(worker, "fenced", "a newer process has its rank")
-            worker = self.workers.new(rank, message, sender.user_id, self._interfaces.wall_s())
+            worker = self.workers.new(rank, message, sender.user_id, next(self._interfaces.numbers))
         if worker.state is WorkerState.GONE:
             worker.advance("came")
             worker.leaving, worker.why_gone = None, ""
@@ -331,18 +336,6 @@ class Coordinator(JobMemory):
             if self.rule is None:
                 self._set_rule(rule)
         self.is_changed = True
-
-    def _went_on(self, rank: int, worker: Worker | None) -> ProtocolError:
-        """A process has the state of a view, and the others have taken steps without it."""
-        why = "its last view is not theirs"
-        if worker is not None and worker.why_gone:
-            why = f"{worker.gone_because}; it is heard again after {self._now_s - worker.last_heard_s:.1f} s"
-        return ProtocolError(
-            f"the others of job {self.name!r} went on without worker {rank}: {why} (expected to be heard in each lease"
-            f" of {self._lease_s:g} s). Fix: start it again, as psengine run --independent does: it takes over their"
-            " state. Where such pauses are normal, raise the servers' --lease-s.",
-            ErrorCode.FENCED,
-        )
 
     # ---- what a process claims of a view ---------------------------------------------------------------------------
 
@@ -543,7 +536,7 @@ class Coordinator(JobMemory):
 
     def _next_registration(self) -> int:
         """Shards keep the highest, also that of a coordinator whose numbers are forgotten."""
-        return max(self.registration + 1, int(self._interfaces.wall_s() * 1000))
+        return max(self.registration + 1, next(self._interfaces.numbers))
 
     def _advance(self, event: str) -> None:
         self.state = after(JOB, self.state, event)
@@ -612,7 +605,6 @@ class Coordinator(JobMemory):
         self._hear_cut(worker, message.body)
         if message.view >= worker.admitted:
             worker.is_blocked = message.body.get("blocked", False)
-            worker.is_elsewhere = message.body.get("elsewhere", False)
             worker.completed = max(worker.completed, message.body.get("completed", 0))
         if worker is self._donor:
             self._joiner = None  # it is asked again
@@ -691,7 +683,7 @@ class Coordinator(JobMemory):
             self._losses[epoch] = lost
             text = f"{lost} updates of each chunk of shard {shard} are lost: workers had them acknowledged, and the"
             self._interfaces.note("lost", f"{text} snapshot that its server started from is older", job=self.name)
-            if self._interfaces.settings.durability == "log":
+            if "log" in DURABILITY_TIERS[self._interfaces.settings.durability]:
                 self._halted = (
                     f"job {self.name!r} is lost: shard {shard} came back with an older state, version"
                     f" {body['version']}, and workers knew of version {body['version'] + lost}. Fix: start its servers"
@@ -725,7 +717,7 @@ class Coordinator(JobMemory):
             self._registrar = None  # if it comes back it begins again
         self._note_end(worker, reason)
         worker.advance("went")
-        worker.why_gone, worker.gone_because, worker.prepared = reason, why, 0
+        worker.why_gone, worker.prepared = reason, 0
         worker.gone_unix_s = round(self._interfaces.wall_s(), 3)
         self._note(reason, worker, f"{'left' if reason == 'left' else f'was {reason}'}: {why}")
         self.is_changed = True

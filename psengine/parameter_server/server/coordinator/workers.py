@@ -54,12 +54,10 @@ class Worker:
     is_of_next: bool = False  # it came when the training was over, and waits for the next one
     ended_s: float | None = None  # since when its connection has ended
     is_blocked: bool = False  # it waits for answers for more than a heartbeat
-    is_elsewhere: bool = False  # it waits for other workers, and contributes nothing before they come
     unreachable: frozenset[int] = frozenset()  # shards that it could not reach for a lease
     cut_s: float = 0.0  # since when there are such that others reach
     leaving: Message | None = None  # its LEAVE; where it is gone, the next view answers that
     why_gone: str = ""  # "left", "evicted" or "fenced"
-    gone_because: str = ""  # for people
     gone_unix_s: float = 0.0
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
 
@@ -131,10 +129,10 @@ class Workers:
             raise ProtocolError(f"no process has such a number (got incarnation {message.incarnation})")
         return int(rank)
 
-    def new(self, rank: int, message: Message, user_id: str, wall_s: float) -> Worker:
+    def new(self, rank: int, message: Message, user_id: str, number: int) -> Worker:
         """Another process has the rank from here on; one that was known to a former coordinator brings its number."""
         newest = max((one.incarnation for one in self.by_rank.values()), default=0)
-        incarnation = message.incarnation or max(newest + 1, int(wall_s * 1000))
+        incarnation = message.incarnation or max(newest + 1, number)
         worker = self.by_rank[rank] = Worker(rank, incarnation, message.body["nonce"], user_id)
         return worker
 

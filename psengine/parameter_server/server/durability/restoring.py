@@ -18,8 +18,7 @@ from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.server.snapshots.generations import Generations
 
-# What was accepted once has its place.
-_SETTINGS = ShardSettings(max_memory_bytes=1 << 62, durability="log", keeps_updates=True)
+_SETTINGS = ShardSettings(keeps_updates=True)
 
 
 @dataclass(slots=True)

@@ -43,7 +43,6 @@ class RecordKind(IntEnum):
     GENERATION = 5  # the first of a generation, and only that: see ``files.py``
     TENSOR = 6  # a tensor's elements, in a generation
     LIFE = 7  # JSON: from here on this copy of another server leads
-    MEMORY = 8  # JSON, in no file: where a worker's payloads lie on this host, see ``transport/segments.py``
 
 
 class Record(NamedTuple):

@@ -8,9 +8,8 @@
      ├─ KEPT ─────────────────────────►├─────────────────────────────►│
      └─ shards' threads: take the copy, apply records
 
-A record is kept once it was checked and is in memory, and applied after that. Where payloads lie in the memory of
-workers of this host, records are kept once they are applied: an answer lets a worker write there. Where records come
-faster than they are applied, KEPT waits, and so does the leader.
+A record is kept once it was checked and is applied, and is in this server's own log, where it has one. Where records
+come faster than that, KEPT waits, and so does the leader.
 """
 
 from __future__ import annotations
@@ -25,17 +24,13 @@ from typing import Any
 import torch
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.segment import IS_AVAILABLE, Segment
-from psengine.parameter_server.server.log.records import Record, RecordKind, content_of, decode
+from psengine.parameter_server.server.log.records import Record, RecordKind, decode
 from psengine.parameter_server.server.replication.election import Member
 from psengine.parameter_server.server.snapshots.files import ServerState, fill, state_of
-from psengine.protocol.frames import FLAG_IN_SEGMENT, FLAGS_AT, TYPE_AT, encode
+from psengine.protocol.frames import TYPE_AT, encode
 from psengine.protocol.frames import decode as decode_message
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.version import __version__
-
-# Of records that are kept and not applied.
-BACKLOG_BYTES = 256 << 20
 
 
 @dataclass
@@ -48,10 +43,8 @@ class _Copy:
     tensors: Iterator[torch.Tensor] = field(default_factory=lambda: iter(()))
     tensor: torch.Tensor | None = None  # the next one
     is_complete: bool = False
-    waiting: deque[tuple[int, int]] = field(default_factory=deque)  # numbers and bytes of records that are not applied
     told: int | None = None  # by KEPT
     told_s: float = 0.0
-    memories: dict[tuple[int, int, int], Segment] = field(default_factory=dict)  # by job, rank and incarnation
 
 
 class Following:
@@ -71,6 +64,7 @@ class Following:
         copies_anything: what was here is gone, or will be.
         why_ended: the attempt is over; "" while it goes on.
         term: the leader's; 0 before it answers.
+        is_prepared: what was copied is to stay: the shards' own logs have begun, if they have any.
     """
 
     def __init__(
@@ -86,6 +80,7 @@ class Following:
         self.why_ended = ""
         self.copies_anything = False
         self.term = 0
+        self.is_prepared = False
         self.address, self._shards, self._transport, self._begin = address, shards, transport, begin
         self._lease_s = lease_s
         self._own: Member | None = None
@@ -140,8 +135,8 @@ class Following:
         if self._own is None:
             self.end(f"{self.address} leads; what is here is kept until that is certain")
             return
-        body = {"software": __version__, "shards": len(found), "memory": IS_AVAILABLE}
-        body["addresses"] = list(self._own.addresses)
+        body = {"software": __version__, "shards": len(found), "addresses": list(self._own.addresses)}
+        body |= self._shards[0].shard.settings.likeness
         for shard, address in enumerate(found):
             if shard:
                 self._transport.open(shard, address)
@@ -152,19 +147,16 @@ class Following:
         copy = self._copies[shard]
         if (message.epoch, message.term) != (self._leader, self.term):
             raise ProtocolError(f"another life speaks (expected epoch {self._leader}, got {message.epoch})")
-        records: list[tuple[Record, torch.Tensor | None]] = []
+        records: list[Record] = []
         for record in decode(pieces):
             if copy.next not in (None, record.number):
                 raise ProtocolError(f"a record is missing (expected number {copy.next}, got {record.number})")
             copy.next = record.number + 1
-            if record.kind is RecordKind.MEMORY:
-                self._map(copy, *content_of(record))
-            elif copy.is_complete:
-                records.append((record, self._payload(copy, record)))
+            if copy.is_complete:
+                records.append(record)
             else:
                 self._fill(shard, copy, record)
         if records:
-            copy.waiting += [(record.number, record.size_bytes) for record, _ in records]
             self._asked.append(self._shards[shard].ask(partial(self._shards[shard].take_records, records)))
 
     def _fill(self, shard: int, copy: _Copy, record: Record) -> None:
@@ -180,29 +172,9 @@ class Following:
         copy.tensor = next(copy.tensors, None)
         if copy.tensor is None:
             assert copy.state is not None
-            self._asked.append(self._shards[shard].ask(partial(self._shards[shard].take_copy, copy.state)))
+            take = partial(self._shards[shard].take_copy, copy.state, record.number + 1)
+            self._asked.append(self._shards[shard].ask(take))
             copy.is_complete, copy.state = True, None
-
-    @staticmethod
-    def _map(copy: _Copy, job: int, rank: int, incarnation: int, where: list[int] | None) -> None:
-        """A worker's memory is there, or is read no more."""
-        copy.memories.pop((job, rank, incarnation), None)
-        if where is not None:
-            process, descriptor, inode = where
-            copy.memories[job, rank, incarnation] = segment = Segment.of_process(process, descriptor)
-            if segment.inode != inode:
-                raise ProtocolError(f"worker {rank} has ended, and its memory is gone")
-
-    @staticmethod
-    def _payload(copy: _Copy, record: Record) -> torch.Tensor | None:
-        """What lies in a worker's memory."""
-        if record.kind is not RecordKind.MESSAGE or not record.frames[0][FLAGS_AT] & FLAG_IN_SEGMENT:
-            return None
-        message = decode_message(record.frames)
-        assert message.place is not None
-        assert message.dtype is not None
-        segment = copy.memories[message.job, message.worker, message.incarnation]
-        return segment.tensor(message.place, message.numel, message.dtype)
 
     # ---- time --------------------------------------------------------------------------------------------------
 
@@ -214,21 +186,18 @@ class Following:
         for shard, copy in enumerate(self._copies):
             if now_s > copy.heard_s + self._lease_s:
                 self.end(f"{self.address} was silent for {self._lease_s:g} s, at shard {shard}")
-            kept = self._kept(copy, self._shards[shard].applied)
+            kept = self._kept(copy, self._shards[shard].kept)
             if kept is None or (kept == copy.told and now_s < copy.told_s + self._lease_s / 5):
                 continue
             copy.told, copy.told_s = kept, now_s
             assert self._own is not None
             self._say(shard, Message(MessageType.KEPT, epoch=self._own.epoch, term=self.term, sequence=kept))
 
-    @staticmethod
-    def _kept(copy: _Copy, applied: int) -> int | None:
+    def _kept(self, copy: _Copy, kept: int) -> int | None:
         """All records below are here; None before the first."""
-        while copy.waiting and copy.waiting[0][0] <= applied:
-            copy.waiting.popleft()
-        if sum(size_bytes for _, size_bytes in copy.waiting) > BACKLOG_BYTES:
-            return copy.told
-        return copy.waiting[0][0] if copy.waiting and copy.memories else copy.next
+        if not copy.is_complete:
+            return copy.next
+        return max(kept, copy.told or 0) if self.is_prepared else copy.told or 0
 
     def end(self, why: str) -> None:
         """Nothing more is kept."""

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.replication.election import Member
+from psengine.parameter_server.server.replication.election import EPOCHS_APART, Member
 from psengine.parameter_server.server.replication.following import Following
 from psengine.parameter_server.server.replication.succession import Role, Succession
 from psengine.parameter_server.status_model import ReplicaStatus
@@ -182,7 +182,7 @@ class Pair:
         own = self.succession.own
         if leader == own.epoch:
             raise ProtocolError("it is this server itself. Fix: --follow names the other one")
-        copy = Member(max(self._draw_epoch(), leader + 1), own.addresses)
+        copy = Member(max(self._draw_epoch(), leader + EPOCHS_APART), own.addresses)
         if not self.succession.begin_copy(copy, term):
             return None
         if self.has_copy:
@@ -200,7 +200,7 @@ class Pair:
             self.why = ""
             self.succession.leader_heard(following.term, following.heard_s)
             if following.is_complete:
-                self._prepare(self.succession.own.epoch, True)
+                following.is_prepared = self._prepare(self.succession.own.epoch, True)
 
     def _tick_as_leader(self, now_s: float) -> None:
         if not self.is_leading:

@@ -2,7 +2,7 @@
 
     shard      append ── append ── append ──────────► answers, held
     stream        └─ send, a window at most ─┐            ▲
-    follower                   check, keep in memory ─ KEPT n: it has all records below n
+    follower                    check, apply, log if it has one ─ KEPT n: it has all records below n
 
 A follower first gets a snapshot. Once it has that, answers wait for it. Once it also has what came meanwhile, it has
 *caught up*: it has all that anybody was told, and may be recorded as in sync. A follower that is lost is still waited
@@ -40,7 +40,6 @@ class Stream:
         end: number of the next record.
         follower: its epoch; 0 without one.
         is_waited_for: answers wait for it.
-        shares_memory: it reads payloads where they lie in workers' memory.
         failure: none of its failures ends the shard.
     """
 
@@ -50,7 +49,7 @@ class Stream:
         self, send: Callable[[bytes, int, Sequence[Any]], None], tell: Callable[[int, str], None], lease_s: float
     ) -> None:
         self.end = self.follower = 0
-        self.is_waited_for = self.shares_memory = False
+        self.is_waited_for = False
         self._send, self._tell, self._lease_s = send, tell, lease_s
         self._route = b""
         self._kept = 0
@@ -91,7 +90,7 @@ class Stream:
         """The shard has changed."""
         self.end += 1
         if self.follower:
-            record = record if self.shares_memory else record.whole()
+            record = record.whole()
             self._waiting.append((self.end - 1, record))
             self._waiting_bytes += record.size_bytes
         if self._waiting_bytes > self._most_bytes:

@@ -34,7 +34,10 @@ from __future__ import annotations
 import math
 from enum import Enum
 
+import msgspec
+
 from psengine.parameter_server.server.replication.election import (
+    EPOCHS_APART,
     Answer,
     AskToEnd,
     ElectorError,
@@ -248,6 +251,9 @@ class Succession:
             self.why = "the leader's lease has not ended"
             is_silent = now_s >= self._heard_s + self._lease_s
             return AskToEnd(recorded) if is_silent and recorded is not None else None
+        if recorded is not None and not self._is_copy:  # the former leader's epoch may be by a clock that is ahead
+            least = max(one.epoch for one in recorded.members) + EPOCHS_APART
+            self.own = msgspec.structs.replace(self.own, epoch=max(self.own.epoch, least))
         new = Leadership(max(term, self.term) + 1, (self.own,), number + 1)
         return Replace(recorded, new, takes_over=True)
 

@@ -13,8 +13,6 @@ from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
-import torch
-
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings, too_many_jobs
 from psengine.parameter_server.server.log.records import Record, RecordKind, content_of
@@ -93,6 +91,7 @@ class Shard:
         self.is_draining = False
         self.make_job: Callable[..., Job] = Job
         self._note = note
+        self._is_replaying = False  # what was let in once, where other settings may have been
         self._is_connected = is_connected
         self._take: dict[MessageType, Callable[[Job, Message, Sender], list[Outgoing]]]
         self._take = {kind: getattr(self, f"_{kind.name.lower()}") for kind in LEAST_ROLE if kind not in _WRITES}
@@ -102,37 +101,39 @@ class Shard:
 
     def apply(self, message: Message, sender: Sender) -> list[Outgoing]:
         """Take in one message; the messages it leads to, to any peers. A refused message changes nothing."""
-        job = self.jobs.get(message.job)
         try:
-            if message.type is MessageType.RESUME:
-                return self._resume(message, sender)
-            role, least = self._role(job, message, sender), LEAST_ROLE.get(message.type)
-            if least is None or role < least:
-                raise self._illegal(job, message, role)
-            if job is None and message.type in _FOR_ANY_LIFE:
-                return []  # its sender learns by RESUMED that this shard has nothing
-            if job is None or (job.view is None and message.type in (MessageType.LIST, MessageType.PULL)):
-                named = sorted(known.name for known in self.jobs.values() if known.view is not None)
-                raise ProtocolError(
-                    f"there are no values of the job yet (jobs with values here: {named or 'none'}). Name another"
-                    " (job=, PSENGINE_JOB), or wait for its first worker.",
-                    ErrorCode.NOT_READY,
-                )
-            if message.epoch not in (0, self.epoch) and message.type not in _FOR_ANY_LIFE and sender is not REPLAYED:
-                raise ProtocolError("this server has restarted since", ErrorCode.STALE)
-            return self._take[message.type](job, message, sender)
+            return self._apply(message, sender)
         except ProtocolError as error:
-            if sender is REPLAYED:
-                raise
             if error.code in _NOTABLE_REFUSALS:
-                self._note_refusal(job, message, error)
+                self._note_refusal(self.jobs.get(message.job), message, error)
             body = {"code": error.code, "text": str(error)[:MAX_TEXT_CHARS]}
             return [self._answer(MessageType.ERROR, message, sender, body=body)]
+
+    def _apply(self, message: Message, sender: Sender) -> list[Outgoing]:
+        job = self.jobs.get(message.job)
+        if message.type is MessageType.RESUME:
+            return self._resume(message, sender)
+        role, least = self._role(job, message, sender), LEAST_ROLE.get(message.type)
+        if least is None or role < least:
+            raise self._illegal(job, message, role)
+        if job is None and message.type in _FOR_ANY_LIFE:
+            return []  # its sender learns by RESUMED that this shard has nothing
+        if job is None or (job.view is None and message.type in (MessageType.LIST, MessageType.PULL)):
+            named = sorted(known.name for known in self.jobs.values() if known.view is not None)
+            raise ProtocolError(
+                f"there are no values of the job yet (jobs with values here: {named or 'none'}). Name another"
+                " (job=, PSENGINE_JOB), or wait for its first worker.",
+                ErrorCode.NOT_READY,
+            )
+        is_of_life = message.epoch in (0, self.epoch) or message.type in _FOR_ANY_LIFE
+        if not (is_of_life or self._is_replaying):
+            raise ProtocolError("this server has restarted since", ErrorCode.STALE)
+        return self._take[message.type](job, message, sender)
 
     def _role(self, job: Job | None, message: Message, sender: Sender) -> Role:
         if job is None or message.worker == NOBODY:
             return Role.READER
-        if sender is REPLAYED:  # let in by the life that wrote the log
+        if self._is_replaying:  # let in by the life that wrote the log
             return Role.MEMBER if job.is_member(message.worker, message.incarnation) else Role.REGISTRAR
         if self._is_current(job) and job.is_member(message.worker, message.incarnation, sender.user_id):
             return Role.MEMBER
@@ -167,7 +168,7 @@ class Shard:
     # ---- connections and views ---------------------------------------------------------------------------------
 
     def _resume(self, message: Message, sender: Sender) -> list[Outgoing]:
-        if self.is_draining:
+        if self.is_draining and not self._is_replaying:
             raise ProtocolError("the server is shutting down", ErrorCode.SHUTTING_DOWN)
         job, is_at_work = self.jobs.get(message.job), "open" in message.body
         if job is not None and self._role(job, message, sender) is Role.MEMBER:
@@ -214,15 +215,19 @@ class Shard:
                 f" servers in the same order everywhere, or drop it by psengine admin forget --job {name}.",
                 ErrorCode.FENCED,
             )
-        self.settings.check_tier(name, rule)
-        if job is None and len(self.jobs) >= MAX_JOBS:
-            self._drop_finished()
-        if job is None and len(self.jobs) >= MAX_JOBS:
-            raise too_many_jobs(MAX_JOBS, name)
+        if not self._is_replaying:
+            self.settings.check_tier(name, rule)
+            self._check_place(name, is_new=job is None)
         self.jobs[message.job] = made = self._make(name, rule)
         made.registration, made.key = registration, key
         made.registrars.add(sender.route)
         self._changed(made, message)
+
+    def _check_place(self, name: str, *, is_new: bool) -> None:
+        if is_new and len(self.jobs) >= MAX_JOBS:
+            self._drop_finished()
+        if is_new and len(self.jobs) >= MAX_JOBS:
+            raise too_many_jobs(MAX_JOBS, name)
 
     def _make(self, name: str, rule: dict[str, Any]) -> Job:
         return self.make_job(name, rule, self._take_memory, self._note)
@@ -231,7 +236,7 @@ class Shard:
         view, known = view_of(message.body), job.view
         check_digest(message, job.key, view)
         is_known = known is not None and view.number <= known.number
-        if is_known or (self.epoch not in view.shards and sender is not REPLAYED):
+        if is_known or not (self.epoch in view.shards or self._is_replaying):
             return []  # its sender learns by RESUMED what this shard holds, and in which life
         replies = job.adopt(view)
         self._changed(job, message)
@@ -349,21 +354,22 @@ class Shard:
             job.restore(state)
             self.jobs[job.number] = job
 
-    def replay(self, record: Record, known: dict[str, Any], payload: torch.Tensor | None = None) -> None:
-        """Do what a log's record says, or a leader's.
+    def replay(self, record: Record, known: dict[str, Any]) -> None:
+        """Do what a log's record says, or a leader's: it was let in once, and nothing is asked of this server.
 
         Args:
             record: of any kind but those of files.
             known: all that coordinators know, which it may change.
-            payload: of a message whose payload lies in a worker's memory.
 
         Raises:
             ProtocolError, LookupError, TypeError, ValueError, RuntimeError: it fits nothing here.
         """
         if record.kind is RecordKind.MESSAGE:
-            message = decode(record.frames)
-            message.payload = message.payload if payload is None else payload
-            self.apply(message, REPLAYED)
+            self._is_replaying = True
+            try:
+                self._apply(decode(record.frames), REPLAYED)
+            finally:
+                self._is_replaying = False
         elif record.kind is RecordKind.COORDINATOR:
             known.update(content_of(record))
             if self.append is not None:
@@ -419,7 +425,7 @@ class Shard:
         return sum(job.size_bytes() for job in self.jobs.values())
 
     def _take_memory(self, size_bytes: int, what: str) -> None:
-        if size_bytes <= 0:
+        if size_bytes <= 0 or self._is_replaying:
             return
         max_bytes, used_bytes = self.settings.max_memory_bytes, self.memory_bytes()
         if used_bytes + size_bytes > max_bytes:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from psengine.errors import ProtocolError
 from psengine.parameter_server.segment import ALIGNMENT_BYTES, IS_AVAILABLE, Segment, aligned
 from psengine.parameter_server.server.interfaces import Sender
-from psengine.parameter_server.server.log.records import Record, RecordKind, json_record
 from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.shard.job import Job
 from psengine.protocol.messages import Message
@@ -38,7 +37,6 @@ class _Reading:
 class _Worker:
     segment: Segment
     lent: Segment
-    where: list[int]  # process, descriptor and inode of the segment
     readings: dict[int, _Reading] = field(default_factory=dict)  # by chunk; of pushes whose gradient lay in ``segment``
 
 
@@ -63,8 +61,7 @@ class ShardSegments:
             logger.info("worker %d of job %r shares no memory with this server: %s", resume.worker, job.name, error)
             return None
         former = self._workers.get(_member(resume))
-        where = [sender.process, resume.body["memory"], segment.inode]
-        worker = self._workers[_member(resume)] = _Worker(segment, lent, where)
+        worker = self._workers[_member(resume)] = _Worker(segment, lent)
         if former is not None:
             worker.readings = former.readings  # of the same process
         return [os.getpid(), lent.descriptor, lent.mark]
@@ -104,15 +101,9 @@ class ShardSegments:
         answer.place = place.offset
         return True
 
-    def look(self) -> list[Record]:
-        """Forget the workers that have let go of their memory, or died, and say so; call it often."""
-        former = self._workers
-        self._workers = {member: worker for member, worker in former.items() if worker.segment.is_held}
-        return [json_record(RecordKind.MEMORY, [*member, None]) for member in former if member not in self._workers]
-
-    def describe(self) -> list[Record]:
-        """Where a follower of this host finds the memory of workers."""
-        return [json_record(RecordKind.MEMORY, [*member, one.where]) for member, one in self._workers.items()]
+    def look(self) -> None:
+        """Forget the workers that have let go of their memory, or died; call it often."""
+        self._workers = {member: worker for member, worker in self._workers.items() if worker.segment.is_held}
 
 
 def _lend(job: Job) -> Segment:

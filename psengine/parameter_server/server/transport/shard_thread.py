@@ -97,8 +97,8 @@ class HeldAnswers:
     def __init__(self, endpoint: Endpoint) -> None:
         self.sinks: list[ShardLog | Stream] = []
         self._endpoint = endpoint
-        # How far sinks have to be; route, frames, and whether they are to be copied.
-        self._held: deque[tuple[list[tuple[ShardLog | Stream, int]], bytes, Sequence[Any], bool]] = deque()
+        # How far sinks have to be; an answer's route; what to do then.
+        self._held: deque[tuple[list[tuple[ShardLog | Stream, int]], bytes, Callable[[], object]]] = deque()
         # The first is readable once the log is further.
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -134,7 +134,14 @@ class HeldAnswers:
             return
         if place is None:
             frames = [bytes(frame) for frame in frames]
-        self._held.append(([(sink, sink.end) for sink in self.sinks], route, frames, place is None))
+        self.then(partial(self._endpoint.send, route, frames, copies=place is None), route)
+
+    def then(self, call: Callable[[], object], route: bytes = b"") -> None:
+        """Call it once all records are durable, which may be now."""
+        if self.is_durable:
+            call()
+        else:
+            self._held.append(([(sink, sink.end) for sink in self.sinks], route, call))
 
     def holds(self, route: bytes) -> bool:
         """Whether something to this connection waits."""
@@ -152,8 +159,7 @@ class HeldAnswers:
             if sink.failure:
                 raise LogFailedError(sink.failure)
         while self._held and all(number <= sink.durable for sink, number in self._held[0][0]):
-            _, route, frames, copies = self._held.popleft()
-            self._endpoint.send(route, frames, copies=copies)
+            self._held.popleft()[-1]()
 
     def wake(self) -> None:
         """The log is further, or has failed; callable from the threads that write it."""
@@ -186,8 +192,8 @@ class ShardThread(threading.Thread):
     Attributes:
         leads: the shard is the job's; else it has what a disk kept, or the copy of another's, and answers nothing.
         known: what the coordinators of that knew.
-        applied: number of the last of the other's records that was applied.
-        on_applied: called then.
+        kept: all of the other's records below are here to stay.
+        on_kept: called when it grows.
         last_tick_s: monotonic time of the last tick.
         answers: what leaves, once the log is as far; its log is set before the start.
         segments: the memory that workers of this host share; used by this thread only once it started.
@@ -215,8 +221,8 @@ class ShardThread(threading.Thread):
         self.segments = ShardSegments()
         self.pair, self.leads = pair, pair is None
         self.known: dict[str, Any] = {}
-        self.applied = -1
-        self.on_applied: Callable[[], object] = lambda: None
+        self.kept = 0
+        self.on_kept: Callable[[], object] = lambda: None
         self.stream: Stream | None = None
         if pair is not None:
             tell = partial(pair.tell, shard.index)
@@ -321,18 +327,27 @@ class ShardThread(threading.Thread):
     def _look_at_sinks(self) -> None:
         self.shard.append = self.answers.append if any(sink.is_open for sink in self.answers.sinks) else None
 
-    def take_copy(self, state: ServerState) -> None:
-        """Throw away what is here, and go on from the leader's snapshot."""
+    def take_copy(self, state: ServerState, number: int) -> None:
+        """Throw away what is here, and go on from the leader's snapshot, behind which is this record of its."""
         self.shard.clear()
         self.shard.restore(state.shards[0])
         self.known = state.coordinators
+        self._keep(number)
 
-    def take_records(self, records: Sequence[tuple[Record, torch.Tensor | None]]) -> None:
-        """The leader's shard has changed; each with what lies in a worker's memory."""
-        for record, payload in records:
-            self.shard.replay(record, self.known, payload)
-            self.applied = record.number
-        self.on_applied()
+    def take_records(self, records: Sequence[Record]) -> None:
+        """The leader's shard has changed."""
+        for record in records:
+            self.shard.replay(record, self.known)
+        self._keep(records[-1].number + 1)
+
+    def _keep(self, number: int) -> None:
+        """All of the leader's records below are applied: say so once they are in this server's log, if it has one."""
+
+        def keep() -> None:
+            self.kept = number
+            self.on_kept()
+
+        self.answers.then(keep)
 
     def lead(self, epoch: int, now_s: float, coordinators: Coordinators | None = None) -> None:
         """From here on the shard is the job's: a restart, with what this server holds.
@@ -367,17 +382,18 @@ class ShardThread(threading.Thread):
             ProtocolError: the sender may not, or cannot, follow.
         """
         body, offered = message.body, self.shard.settings.durability
-        expected = __version__, self.shard.index, len(self._addresses)
-        got = body["software"], body["index"], body["shards"]
+        expected = {"software": __version__, "shards": len(self._addresses), "index": self.shard.index}
+        expected |= self.shard.settings.likeness
         if not self.endpoint.may_follow(received):
             text = "only this server's user, or who has its keys, may follow it (its --curve-key, or --secret-file)"
             raise ProtocolError(text, ErrorCode.NOT_ALLOWED)
         if self.stream is None or self.pair is None:
             text = f"this server has no followers (expected --durability replica or log+replica, got {offered})"
             raise ProtocolError(text, ErrorCode.RULE_MISMATCH)
-        if expected != got:
-            text = f"a follower is like its leader (expected version, shard, shards {expected}, got {got})"
-            raise ProtocolError(text, ErrorCode.RULE_MISMATCH)
+        for name, value in expected.items():
+            if body[name] != value:
+                text = f"a follower is like its leader (expected {name} {value}, got {body[name]})"
+                raise ProtocolError(f"{text}. Fix: give both servers the same", ErrorCode.RULE_MISMATCH)
         if message.epoch <= self.shard.epoch:
             text = f"a follower's life begins after its leader's (expected an epoch above {self.shard.epoch}, got"
             raise ProtocolError(f"{text} {message.epoch})", ErrorCode.STALE)
@@ -387,8 +403,6 @@ class ShardThread(threading.Thread):
         known = {} if self.coordinators is None else self.coordinators.to_meta()
         snapshot = records_of(ServerState([self.shard.capture()], coordinators=known))
         self.stream.open(message.epoch, received.route, snapshot, time.monotonic())
-        self.stream.shares_memory = body.get("memory", False) and bool(received.peer[1])
-        self._share(self.segments.describe())
         self._look_at_sinks()
         greetings = self.shard.greetings()
         for one in greetings:
@@ -429,7 +443,7 @@ class ShardThread(threading.Thread):
         self._answer_asked()
 
     def _tick(self) -> None:
-        self._share(self.segments.look())
+        self.segments.look()
         if self.stream is not None:
             self.stream.tick(time.monotonic(), self.endpoint.peers.is_connected)
             self._look_at_sinks()
@@ -610,13 +624,6 @@ class ShardThread(threading.Thread):
         job = self.shard.jobs.get(resume.job)
         if job is not None and (memory := self.segments.attach(job, resume, sender)) is not None:
             resumed.body["memory"] = memory
-            self._share(self.segments.describe())
-
-    def _share(self, memory: list[Record]) -> None:
-        """Tell a follower of this host where workers' payloads lie."""
-        if self.stream is not None and self.stream.follower and self.stream.shares_memory:
-            for record in memory:
-                self.stream.append(record)
 
     def _introduce(self, resumed: Message) -> None:
         resumed.body["shards"] = self._addresses
