@@ -115,3 +115,6 @@ def _forget_completed(hear, self, worker, message):
     completed = worker.completed
     hear(self, worker, message)
     worker.completed = completed
+
+
+plant("members meet under a view of a former life", ElasticCoordinator, "_meeting", lambda meeting, self: self.view)
