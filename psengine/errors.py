@@ -6,6 +6,8 @@ native DDP raises (``RuntimeError``, ``ValueError``, ``TypeError``), so existing
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 __all__ = [
     "ArgumentTypeError",
     "AuthenticationError",
@@ -157,7 +159,12 @@ class JobMismatchError(ServerRefusedError, UsageError):
 
 
 class FencedError(ServerRefusedError):
-    """The lease of this worker ran out, or a newer process took its rank; its updates in flight do not count."""
+    """The lease of this worker ran out, or a newer process took its rank; its updates in flight do not count.
+
+    A script that does not handle it ends with ``EXIT_CODE``: a process that is started again takes part again.
+    """
+
+    EXIT_CODE: ClassVar[int] = 75  # EX_TEMPFAIL of sysexits.h
 
 
 class AuthenticationError(ServerError, UsageError):

@@ -52,7 +52,7 @@ def evict(
     address: ServerAddress = None,
     timeout_s: TimeoutS = 10.0,
 ) -> None:
-    """End a worker's lease: the others go on without it. If its process lives, it comes back."""
+    """End a worker's lease: the others go on without it. If its process lives, it comes back, or ends to join anew."""
     _tell(_open(address, timeout_s), action="evict", job=job, worker=worker)
 
 

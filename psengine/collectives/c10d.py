@@ -347,7 +347,7 @@ def _start_liveness(process_group: dist.ProcessGroup, timeout_s: float) -> Liven
     if process_group.size() == 1:
         return None
     try:
-        return Liveness(
+        liveness = Liveness(
             _default_store(process_group),
             process_group.group_name,
             process_group.rank(),
@@ -355,6 +355,8 @@ def _start_liveness(process_group: dist.ProcessGroup, timeout_s: float) -> Liven
             grace_s=min(ROLL_CALL_GRACE_S, timeout_s),
             patience_s=min(PATIENCE_S, timeout_s),
         )
+        inspector.add_group(liveness)
+        return liveness
     except (RuntimeError, ValueError, NotImplementedError):
         return None  # a group made without a store (threaded and fake backends) goes without
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from psengine.environment.variables import RUN_ID, read_variable
-from psengine.errors import PSEngineError, UsageError
+from psengine.errors import FencedError, PSEngineError, UsageError
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -57,6 +57,8 @@ def install_hook() -> None:
             previous(kind, error, trace)
         elif not is_launched:
             print(text, HINT, sep="\n", file=sys.stderr)
+        if isinstance(error, FencedError):
+            raise SystemExit(FencedError.EXIT_CODE)
 
     sys.excepthook = _installed = report
 

@@ -147,8 +147,6 @@ class BucketsInFlight:
                     # As among several ranks, an undefined gradient counts as zero.
                     packing.create_missing(graph.unused_positions(bucket.parameter_indices))
             remainder.wait()
-            for bucket, result in self._strategy.superseded():
-                self._write(self.packings[bucket.index], result, graph)
         futures, self.futures = self.futures, []
         for future in futures:
             self._collective.wait_for(future, "buffer communication hook")

@@ -365,7 +365,10 @@ class Store(Read):
 
 
 class Heartbeat(Body):
-    """HEARTBEAT: telemetry; ``blocked``: a push is open longer than a heartbeat; ``unreachable``: for a lease."""
+    """HEARTBEAT: telemetry; ``blocked``: a push is open longer than a heartbeat; ``unreachable``: for a lease.
+
+    ``elsewhere``: this worker has waited as long for other workers, and contributes nothing before they come.
+    """
 
     steps: bounds.Counted | UnsetType = UNSET
     step_s: bounds.Seconds | UnsetType = UNSET
@@ -374,6 +377,7 @@ class Heartbeat(Body):
     loss: bounds.Finite | UnsetType | None = UNSET
     completed: bounds.Counted | UnsetType = UNSET
     blocked: bool | UnsetType = UNSET
+    elsewhere: bool | UnsetType = UNSET
     unreachable: OfShards | UnsetType = UNSET
 
 

@@ -222,12 +222,6 @@ class Exchange:
         """
         return CompletedWork()
 
-    def superseded(self) -> Sequence[tuple[Bucket, torch.Tensor]]:
-        """After the wait of ``finish``: results that replace those that exchanges returned, because this worker lost
-        its place meanwhile and took part in a later step. Default: none.
-        """
-        return ()
-
     def shadow_step(self) -> None:
         """Inside ``join``, on a rank without data: the other ranks step, after the backward that was shadowed."""
 

@@ -8,7 +8,9 @@ wait (``collectives/liveness.py``; such a thread of each waiting rank answers), 
     rank 0   wait ──────────────── 30 s: who is where? ── 6 s ── WARNING ... 60 s ... WARNING ... INFO it ended
     rank 1   (sleeps; does not answer)
     rank 2   wait ──────────────────────── "here" ───────────────
+    rank 3   waits for a server ────────── "there" ──────────────
 
+Of the ranks that wait for one operation the lowest reports.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,6 +80,7 @@ class Wait:
     position: str
     report_s: float  # its length when it is reported next: twice as long each time
     late_ranks: LateRanks
+    is_at_servers: bool = False  # for a server's answer, which the client reports
     since_s: float = field(default_factory=time.monotonic)
     asked_s: float = 0.0  # when the other ranks were asked; 0: no report is being made
     question: int = 0  # 0: the store has not taken it
@@ -92,6 +97,8 @@ class StallInspector:
 
     def __init__(self) -> None:
         self._waits: set[Wait] = set()
+        # Of this process's groups.
+        self._operations: weakref.WeakSet[PendingOperations] = weakref.WeakSet()
         self.reported_stalls = 0
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -109,10 +116,39 @@ class StallInspector:
             after_s: the length of the wait when it is reported first; 0 never.
             late_ranks: see ``LateRanks``.
         """
-        if operations is None or not after_s:
+        if operations is None:
             yield
             return
-        wait = Wait(operations, position, after_s, late_ranks)
+        wait = Wait(operations, position, after_s or math.inf, late_ranks)
+        try:
+            with self._noted(wait):
+                yield
+        finally:
+            if wait.is_reported:
+                waited_s = time.monotonic() - wait.since_s
+                logger.info("rank %d no longer waits for %s; it took %.0f s", operations.rank, position, waited_s)
+
+    @contextmanager
+    def watch_server(self, describe: Callable[[], str]) -> Iterator[None]:
+        """Inside, this thread waits for a parameter server's answer: ranks that ask are told so."""
+        operations = next(iter(self._operations), None)
+        if operations is None:
+            yield
+            return
+        with self._noted(Wait(operations, describe(), math.inf, None, is_at_servers=True)):
+            yield
+
+    def add_group(self, operations: PendingOperations) -> None:
+        """Answer the ranks of one more group that ask where this process waits."""
+        self._operations.add(operations)
+
+    def waited_s(self) -> float:
+        """For how long this process has waited for other ranks; 0 where it does not."""
+        since = [wait.since_s for wait in tuple(self._waits) if not wait.is_at_servers]
+        return time.monotonic() - min(since) if since else 0.0
+
+    @contextmanager
+    def _noted(self, wait: Wait) -> Iterator[None]:
         self._waits.add(wait)
         if self._thread is None:
             self._start()
@@ -120,9 +156,6 @@ class StallInspector:
             yield
         finally:
             self._waits.discard(wait)
-            if wait.is_reported:
-                waited_s = time.monotonic() - wait.since_s
-                logger.info("rank %d no longer waits for %s; it took %.0f s", operations.rank, position, waited_s)
 
     @observing("the report of waits for other ranks")  # no memory for a thread, or the interpreter is about to end
     def _start(self) -> None:
@@ -162,7 +195,8 @@ class StallInspector:
                 with contextlib.suppress(Exception):
                     answers = wait.operations.answers(wait.question)
             text = _describe(wait, waited_s, answers)
-            if wait in self._waits:
+            others = [rank for rank, position in (answers or {}).items() if position == wait.position]
+            if wait in self._waits and wait.operations.rank <= min(others, default=wait.operations.rank):
                 wait.is_reported = True
                 self.reported_stalls += 1
                 logger.warning("%s", text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 
@@ -108,6 +109,29 @@ def test_a_server_and_its_follower_die_and_sync_server_has_the_undisturbed_bits(
         assert command.wait() == 0
         assert "goes on from its last snapshot" in command.stderr
     assert losses_of(tmp_path) == native_losses(2, 20)
+
+
+def test_a_worker_that_stood_still_for_longer_than_its_lease_ends_and_is_started_again(tmp_path):
+    """A new process takes over the others' state, and goes on at their step."""
+
+    def steps_of(worker):
+        return lines_of(tmp_path).get(worker, ())
+
+    line = ["run", "--strategy", "sync-server", "--independent", "--workers", "2", "--max-restarts", "1"]
+    line += ["--server-option", "lease_s=3", str(TRAINING), str(tmp_path), "--steps", "10000", "--pause", "0.1"]
+    with running_command(line) as command:
+        command.wait_until(lambda: len(steps_of(1)) >= 3)
+        first, taken = steps_of(1)[-1]["pid"], len(steps_of(0))
+        os.kill(first, signal.SIGSTOP)
+        command.wait_until(lambda: len(steps_of(0)) >= taken + 5)
+        os.kill(first, signal.SIGCONT)
+        command.wait_until(lambda: steps_of(1)[-1]["pid"] != first)
+        evicted = r"worker 1 failed: exit code 75 \(evicted: the others went on without it\)"
+        why = r"without worker 1: silent for 3\.\d s, longer than its lease; it is heard again after \d+\.\d s .* Fix: "
+        assert re.search(f"{evicted}\n(.*\n)*.*{why}start it again", command.stderr), command.stderr
+        came = [line["pid"] for line in steps_of(1)].count(first)
+        last, joined = (line["step"] for line in steps_of(1)[came - 1 : came + 1])
+        assert joined > last + 1, "it takes no step of the others again"
 
 
 @pytest.mark.parametrize(

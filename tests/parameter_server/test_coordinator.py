@@ -611,6 +611,18 @@ def test_a_bound_waits_also_for_workers_that_never_came():
     assert [one.step for one in first.releases] == [1]
 
 
+def test_a_merge_does_not_wait_for_workers_that_wait_in_a_collective():
+    _, first, second, third = crew(MERGE, 3)
+    third.step(1)
+    second.heartbeat(elsewhere=True)
+    assert third.releases == []
+    first.heartbeat(elsewhere=True)
+    assert third.releases[-1].contributors == ((2, 1),)
+    second.step(1)
+    third.step(2)
+    assert third.releases[-1].contributors == ((1, 1), (2, 2))
+
+
 def test_a_merge_waits_for_its_quorum_and_the_grace_window():
     bench, first, second, third = crew(MERGE | {"grace": 1.0}, 3)
     team = first, second, third

@@ -35,7 +35,6 @@ SIZES = np.array([1.0, 1e-8, 1.0, 1e8, 1e16])
 CODED_NUMEL, CODED_VALUE = 256, 12.0  # divisible by the numbers of workers
 WEIGHTS = (1.0, 1.0, 2.0, 8.0)  # of batches
 STATE_BLOB = "worker_state"
-MAX_REJOINS = 8  # as in strategies/servers/sync.py
 
 
 @dataclass
@@ -107,65 +106,42 @@ class AveragingJob(Job):
             require(not held, "worker {} begins a job anew that others are in", process.rank)
             self._finished.clear()
         else:
-            yield from self._receive(process, replica, state)
+            yield from self._receive(process, replica, whole=state == "joined")
         while replica.step < self.scenario.steps_of(process.rank):
             yield self.think_s()
             yield from self._step(process, replica)
             process.has_state = True  # before its first step it is one of those that need another's
 
-    def _receive(self, process, replica: Replica, state: str) -> Flow[None]:
-        for attempt in range(1 + MAX_REJOINS):
-            try:
-                if attempt:
-                    state = yield from process.rejoin()
-                yield from self._take_values(process, replica, whole=state == "joined")
-            except ServerRefusedError as error:
-                if attempt == MAX_REJOINS or not _may_join_again(error):
-                    raise
-            else:
-                return
-
-    def _take_values(self, process, replica: Replica, *, whole: bool) -> Flow[None]:
-        yield [process.session.pull(spec.key, [replica.values[spec.key]]) for spec in self.specs]
-        if whole:
-            blob = process.session.pull_piece(STATE_BLOB, 0)
-            yield [blob]
-            replica.step = struct.unpack("<q", bytes(blob.wait().payload.numpy()))[0]
+    def _receive(self, process, replica: Replica, *, whole: bool) -> Flow[None]:
+        try:
+            yield [process.session.pull(spec.key, [replica.values[spec.key]]) for spec in self.specs]
+            if whole:
+                blob = process.session.pull_piece(STATE_BLOB, 0)
+                yield [blob]
+                replica.step = struct.unpack("<q", bytes(blob.wait().payload.numpy()))[0]
+        except ServerRefusedError as error:
+            if error.code not in (ErrorCode.NOT_READY, ErrorCode.UNKNOWN_KEY):
+                raise
+            raise FencedError("a server restarted meanwhile", ErrorCode.FENCED) from None
 
     def _step(self, process, replica: Replica) -> Flow[None]:
-        rejoins, sits_out, is_out = 0, False, False
         landings = [torch.zeros(self._numel, dtype=self._dtype) for _ in self.specs]
-        while True:
-            try:
-                if is_out:
-                    if (yield from process.rejoin()) == "joined":
-                        yield from self._take_values(process, replica, whole=True)
-                        sits_out = True
-                elif not rejoins:
-                    yield from join.donate(process.receiver, lambda: self._deposit(process, replica))
-                is_out = False
-                pushes = [self._push(process, replica, spec.key, landings[spec.key], sits_out) for spec in self.specs]
-                process.session.end_step()
-                yield pushes
-                break
-            except ServerRefusedError as error:
-                rejoins += 1
-                if rejoins > MAX_REJOINS or not _may_join_again(error):
-                    raise
-                is_out = True
+        yield from join.donate(process.receiver, lambda: self._deposit(process, replica))
+        pushes = [self._push(process, replica, spec.key, landings[spec.key]) for spec in self.specs]
+        process.session.end_step()
+        yield pushes
         answers = [push.wait() for push in pushes]
         self.answered += len(answers)
         refused = [one for answer in answers if (one := answer.body.get("refused")) not in (None, "abstained")]
         require(not refused, "worker {} was refused: {}", process.rank, refused)
-        counts = {push.counts for push in pushes} if not sits_out else {False}
+        counts = {push.counts for push in pushes}
         require(len(counts) == 1, "step {} of worker {} counts in some chunks only", replica.step + 1, process.rank)
         for key, push in enumerate(pushes):
             process.land(push, landings[key])
             residual = process.session.residual(key)
             require(residual is None or not residual.any(), "chunk {} has a residual: {}", key, residual)
-        is_in = None if sits_out else counts == {True}  # what it pushed before it was put out may count
         if self.world.views.has(process):  # else it has yet to hear that it is out, and that its step was taken back
-            self._complete(process, replica, [landing.numpy() for landing in landings], is_in=is_in)
+            self._complete(process, replica, [landing.numpy() for landing in landings], is_in=counts == {True})
         for value, landing in zip(replica.values, landings, strict=True):
             value.sub_(landing)
         replica.step += 1
@@ -175,10 +151,8 @@ class AveragingJob(Job):
         yield [process.session.store(spec.key, replica.values[spec.key].clone()) for spec in self.specs]
         yield process.session.store_blob(STATE_BLOB, [blob])
 
-    def _push(self, process, replica: Replica, key: int, landing: torch.Tensor, sits_out: bool) -> Any:
+    def _push(self, process, replica: Replica, key: int, landing: torch.Tensor) -> Any:
         process.check_lent(key)
-        if sits_out:
-            return process.session.push(key, None, [landing])
         values, weight = self._contribution(process.rank, replica.step + 1, key, replica.base)
         self._given[replica.step + 1, process.rank].add(replica.base)
         self._gave[replica.step + 1, process.rank] += key == 0
@@ -215,7 +189,7 @@ class AveragingJob(Job):
         """Only where updates last is it known after the lead's restart that a job has ended: a zombie goes on alone."""
         return self.keeps_updates or self._leads[process] == self.world.lead.epoch
 
-    def _complete(self, process, replica: Replica, averages: list[Values], *, is_in: bool | None) -> None:
+    def _complete(self, process, replica: Replica, averages: list[Values], *, is_in: bool) -> None:
         step, base, rank = replica.step + 1, replica.base, process.rank
         known = self._finished.get(step)
         if known is not None and (known.base != base or not _are_equal(known.averages, averages)):
@@ -235,9 +209,9 @@ class AveragingJob(Job):
             known.holders[process] = self.world.clock.now_s
             self._leads[process] = self.world.lead.epoch
         # What is in the average may be what it gave before it was put out, or the process before it did.
-        is_other = is_in is False and self._gave[step, rank] > 1
+        is_other = not is_in and self._gave[step, rank] > 1
         require(
-            is_other or is_in in (None, rank in known.contributors),
+            is_other or is_in == (rank in known.contributors),
             "worker {} was told that its gradient of step {} {}, and its average is of workers {}",
             rank,
             step,
@@ -265,10 +239,6 @@ class AveragingJob(Job):
         givers = [rank for rank in least if one.base in self._given[step, rank]]
         missing = [rank for rank in givers if rank not in one.contributors]
         require(not missing, "step {} has workers {} and not {}", step, one.contributors, missing)
-
-
-def _may_join_again(error: ServerRefusedError) -> bool:
-    return isinstance(error, FencedError) or error.code in (ErrorCode.NOT_READY, ErrorCode.UNKNOWN_KEY)
 
 
 def _are_equal(some: list[Values], others: list[Values]) -> bool:

@@ -127,12 +127,6 @@ class WorkerProcess:
         yield from join.start(self.receiver)
         return (yield from join.take_part(self.receiver, layout, initial))
 
-    def rejoin(self) -> Flow[str]:
-        """As ``WorkerSession.rejoin``."""
-        state = yield from join.rejoin(self.receiver)
-        self.session.reset_codecs()
-        return state
-
     def packed(self, key: int, values: torch.Tensor) -> torch.Tensor:
         """A gradient in the memory that it is sent from."""
         return values if self.segments is None else self.segments.packed(key, values)

@@ -66,6 +66,20 @@ def test_the_others_go_on_after_a_worker_was_killed(name):
         assert updates >= 12
 
 
+@at_servers(3)
+def test_a_merge_does_not_wait_for_workers_in_a_collective(rank, world_size):
+    os.environ["PSENGINE_JOB"] = "collective"
+    model = psengine.DistributedDataParallel(make_model(), strategy="diloco-server:every=2,grace=0,timeout_s=30")
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02), model)
+    if rank == 2:  # the others form the quorum, and this one comes alone
+        deadline_s = time.monotonic() + 30
+        while not model.statistics().updates and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+    train(model, optimizer, rank, range(2))
+    assert psengine.sum(1) == 3
+    model.leave()
+
+
 @at_servers(2)
 def test_samples_weigh_and_codecs_encode_differences(rank, world_size):
     for name in (f"diloco-server:every=2,grace=0,{AVERAGES}", "local:every=2", f"diloco:every=2,{AVERAGES}"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -164,9 +165,7 @@ def _one_is_elsewhere(rank, world_size, collective):
         if rank == 2:
             other.barrier().wait()
         else:
-            helper = threading.Thread(
-                target=lambda: [_until_set("heard/0"), _until_set("heard/1"), other.barrier().wait()]
-            )
+            helper = threading.Thread(target=lambda: [_until_set("heard/0"), other.barrier().wait()])
             helper.start()
             helpers.append(helper)
 
@@ -180,8 +179,33 @@ def _one_is_elsewhere(rank, world_size, collective):
 @pytest.mark.parametrize("collective", ["c10d", SLOW_SHARED_MEMORY])
 def test_a_rank_in_another_operation_is_named_with_it(monkeypatch, collective):
     monkeypatch.setenv("PSENGINE_STALL_S", "0.5")
-    for texts in run_ranks(_one_is_elsewhere, 3, collective)[:2]:
-        warning = texts["WARNING"][0]
-        assert "all-reduce of gradient bucket 0" in warning
-        assert "Missing: rank 2 (process " in warning
-        assert "which waits for another: barrier, operation 1." in warning
+    first, second, _ = run_ranks(_one_is_elsewhere, 3, collective)
+    warning = first["WARNING"][0]
+    assert "all-reduce of gradient bucket 0" in warning
+    assert "Missing: rank 2 (process " in warning
+    assert "which waits for another: barrier, operation 1." in warning
+    assert not any(re.search("waited .* for all-reduce", one) for one in second["WARNING"])  # said once
+
+
+def _one_waits_for_a_server(rank, world_size, address, server):
+    os.environ["PSENGINE_SERVERS"] = address
+    model = psengine.DistributedDataParallel(torch.nn.Linear(8, 4), strategy="async")
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    listener = _Listener(lambda: os.kill(server, signal.SIGCONT))
+    if rank == 1:
+        os.kill(server, signal.SIGSTOP)
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    psengine.sum(1)
+    model.leave()
+    return listener.texts["WARNING"]
+
+
+def test_a_rank_that_waits_for_a_server_is_named_with_it(monkeypatch, server):
+    monkeypatch.setenv("PSENGINE_STALL_S", "0.5")
+    (warning, *_), others = run_ranks(_one_waits_for_a_server, 2, server.addresses[0], server.pid)
+    assert "has waited" in warning
+    assert "of sum()" in warning
+    assert "Missing: rank 1 (process " in warning
+    assert "which waits for another: a server's answer to push 1 of chunk" in warning
+    assert others == []

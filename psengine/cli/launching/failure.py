@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from psengine.errors import FencedError
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -63,7 +65,8 @@ class RankEnd:
     def how(self) -> str:
         """Its exit code in words."""
         if self.exit_code >= 0:
-            return f"exit code {self.exit_code}"
+            is_evicted = self.exit_code == FencedError.EXIT_CODE
+            return f"exit code {self.exit_code}{' (evicted: the others went on without it)' if is_evicted else ''}"
         why = " (by someone, or by the kernel for lack of memory: see its log, dmesg)"
         name = _NAMES.get(-self.exit_code, f"signal {-self.exit_code}")
         return f"killed by {name}{why if self.exit_code == -signal.SIGKILL else ''}"

@@ -62,12 +62,6 @@ class ChunkEncoder:
         if self.state is not None and not counts:
             self.state.give_back()
 
-    def reset(self) -> None:
-        """The worker begins anew: nothing was left out, and it holds nothing."""
-        self.held = None
-        if self.state is not None:
-            self.state.reset()
-
     def decode(self, payload: torch.Tensor, destinations: Sequence[torch.Tensor], sequence: int) -> torch.Tensor:
         """The values of the answer of exchange ``sequence``, also written to ``destinations``, one after the other.
 

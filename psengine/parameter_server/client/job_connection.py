@@ -27,6 +27,7 @@ from psengine.parameter_server.client.steps import Step, Steps
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.protocol.views import View, view_of
+from psengine.tracing.stall_inspector import inspector
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class JobConnection(JobClient):
         is_leaving, has_failed: LEAVE was said; the training broke off.
         steps: what this worker exchanges.
         configured: chunk's key -> CONFIGURE's body, sent again to a server whose snapshot is older.
-        fenced: why exchanges need a rejoin first; None while they go on.
+        fenced: this worker has no place, and enters anew; None while it has one.
         has_asked: the coordinator has heard that this worker lacks state: a view that has it is one that it joins by.
         state_request: STATE_WANTED, while a joiner waits for this worker's state.
     """
@@ -92,10 +93,7 @@ class JobConnection(JobClient):
     @override
     def begin(self, channel: Channel, request: Request) -> None:
         self.has_changed |= request.message.type is MessageType.STORE
-        if self.fatal is None and self.fenced is not None and request.message.type is MessageType.STORE:
-            request.fail(self.fenced)
-        else:
-            super().begin(channel, request)
+        super().begin(channel, request)
 
     def register(self, link: Link, spec: ChunkSpec, values: torch.Tensor | None, **options: Any) -> Request:
         """Begin to REGISTER a chunk; without values only what it is."""
@@ -168,7 +166,10 @@ class JobConnection(JobClient):
     def progress(self, now_s: float) -> dict[str, Any]:
         late_s = now_s - self.heartbeat_s
         is_blocked = any(push.submitted_s <= late_s for link in self.links for push in link.sent.values())
-        return {"completed": self.steps.completed, "blocked": is_blocked, "unreachable": self.unreachable(now_s)}
+        progress = {"completed": self.steps.completed, "blocked": is_blocked, "unreachable": self.unreachable(now_s)}
+        if self.options.is_quorum and inspector.waited_s() >= self.heartbeat_s:
+            progress["elsewhere"] = True
+        return progress
 
     @override
     def welcomed(self, message: Message, now_s: float, *, is_same: bool) -> None:
@@ -181,7 +182,7 @@ class JobConnection(JobClient):
             self.has_asked = False
         self._thaw()
         if self.options.averages and self.state in ("join", "initialise") and self.last_view and self.fenced is None:
-            self._fence(now_s)
+            self._lose_place(now_s)
         if self.view is None and "initialise" in (former, self.state):
             self._greet_shards(now_s)
         self.news += 1
@@ -245,9 +246,7 @@ class JobConnection(JobClient):
         if self.view is None:
             self.view_message = message
         elif self.options.averages and not self.is_leaving:
-            self.state = "join"
-            self._fence(now_s)
-            self.control.greet(now_s)
+            self.control.greet(now_s)  # the answer says why
 
     def _adopt(self, view: View, now_s: float) -> None:
         """Tell every shard of a new view, and who this worker is in it."""
@@ -299,12 +298,6 @@ class JobConnection(JobClient):
         for link in self.links:
             link.send(message)
 
-    def begin_again(self, now_s: float) -> None:
-        """Join once more, though the view has this worker: it lacks state; the I/O thread."""
-        self.state = "join"
-        self._fence(now_s)
-        self.news += 1
-
     def ask_to_join(self, last_view: int) -> Request:
         """COMMIT "join"; ``last_view``: that this worker was in, and is not, or without its state."""
 
@@ -320,19 +313,16 @@ class JobConnection(JobClient):
             self.view, self.view_number, self.view_message = None, 0, None
             self._greet_shards(now_s)
 
-    def _fence(self, now_s: float) -> None:
-        """The others went on: what is under way fails until this worker has their state."""
+    def _lose_place(self, now_s: float) -> None:
+        """The others went on without this worker: it enters anew, or where it has entered, ends."""
         self.has_state, self.has_asked, self._awaited_view = False, False, 0
         self.fenced = FencedError(
-            f"{self} was away for longer than its lease, and the others went on without it. It has to take over their"
-            " state first (rejoin). Where that happens often, raise the servers' --lease-s.",
+            f"the others of {self} went on without it, before its first step (expected to be heard in each lease of"
+            f" {self.lease_s:g} s). Fix: start it again; where such pauses are normal, raise the servers' --lease-s.",
             ErrorCode.FENCED,
         )
-        self._fail_steps(self.fenced)
-        for link in self.links:
-            for request in tuple(link.requests.values()):
-                if request.message.type in (MessageType.STORE, MessageType.ECHO):
-                    link.fail(request, self.fenced)
+        if not self.is_entering:
+            self.fail(self.fenced)
         self.leave_view(now_s)
 
     # ---- shards; the I/O thread --------------------------------------------------------------------------------
@@ -440,14 +430,10 @@ class JobConnection(JobClient):
     @override
     def fail(self, error: PSEngineError) -> None:
         super().fail(error)
-        self._fail_steps(self.fatal or error)
-
-    def _fail_steps(self, error: PSEngineError) -> None:
-        """End also the pushes whose answers are here, and did not count yet."""
-        for step in tuple(self.steps.open):
+        for step in tuple(self.steps.open):  # end also pushes whose answers are here, and did not count yet
             for push in step.pushes:
                 if not push.is_done:
-                    self.fail_push(push, error)
+                    self.fail_push(push, self.fatal or error)
 
     # ---- called by the transport -------------------------------------------------------------------------------
 

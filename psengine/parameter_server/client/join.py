@@ -112,29 +112,6 @@ def take_part(
     return "initialised" if job.has_state else "joined" if job.state == "join" else "ready"
 
 
-def rejoin(job: JobConnection) -> Flow[str]:
-    """Take part again with another worker's state; see ``WorkerSession.rejoin``."""
-    what = f"the state of job {job.options.job!r}"
-    if job.fenced is None:  # a server restarted before this worker had read all of its state
-        seen = job.news
-        job.transport.do(job.begin_again, job.runtime.now_s())
-        yield [job.control.expect(what, job.options.timeout_s, seen)]
-
-    def attempt(last_view: int) -> Flow[None]:
-        if job.view is not None:
-            return
-        if job.state == "initialise":
-            raise ServerRefusedError(
-                f"job {job.options.job!r} begins anew: no worker with its state was left. Fix: start this worker"
-                " again, from a checkpoint.",
-                ErrorCode.STATE_LOST,
-            )
-        yield [job.ask_to_join(last_view)]
-
-    yield from _become_member(job, what, attempt)
-    return "joined"
-
-
 def _become_member(job: JobConnection, what: str, attempt: Callable[[int], Flow[None]]) -> Flow[None]:
     """Do what the coordinator asks for, with each of its news, until a view has this worker when all is done.
 

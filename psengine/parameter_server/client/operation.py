@@ -25,6 +25,7 @@ from psengine.parameter_server.client.steps import Step
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import Message, MessageType
+from psengine.tracing.stall_inspector import inspector
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.link import Link
@@ -52,7 +53,7 @@ class Parking:
         """Wait until ``request`` is done, or one of ``also`` failed."""
         if os.getpid() != self.process_id:
             raise forked_error()
-        with self._changed:
+        with inspector.watch_server(lambda: f"a server's answer to {request.describe()}"), self._changed:
             # Said before this looks: the I/O thread sets is_done first, and looks whether to wake second.
             request.is_awaited = True
             while not request.is_done and not any(other.error for other in also):

@@ -71,6 +71,11 @@ class SessionOptions:
         return "quorum" in rule or rule.get("max_staleness") is not None
 
     @property
+    def is_quorum(self) -> bool:
+        """Whether a step of the job has the contributions of a quorum, and not of all workers."""
+        return self.rule is not None and self.rule["name"] == "merge" and not self.keeps_step
+
+    @property
     def whole_rule(self) -> dict[str, Any]:
         """The rule as HELLO says it."""
         assert self.rule is not None, "a reader says none"

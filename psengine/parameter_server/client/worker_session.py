@@ -114,19 +114,6 @@ class WorkerSession:
         """
         return self._run(join.take_part(self.job_connection, layout, initial))
 
-    def rejoin(self) -> str:
-        """After FencedError: take part again with another worker's state; pull it as after "joined".
-
-        Returns:
-            "joined", or "ready" where this worker's own state is still the job's.
-
-        Raises:
-            ServerLostError, ServerRefusedError: see ``start``.
-        """
-        state = self._run(join.rejoin(self.job_connection))
-        self.reset_codecs()
-        return state
-
     def layout(self) -> list[ChunkSpec]:
         """The job's chunks by key, from the servers; afterwards this session knows their shards.
 
@@ -306,12 +293,6 @@ class WorkerSession:
         """What earlier payloads of a chunk left out, for the next one; None where the codec keeps nothing."""
         encoder = self._encoder(self.job_connection.chunks.specs[key])
         return None if encoder is None or encoder.state is None else encoder.state.residual
-
-    def reset_codecs(self) -> None:
-        """The worker takes part anew, with the values of others: its residuals are zeros."""
-        for spec in self.job_connection.chunks.specs.values():
-            if (encoder := self._encoder(spec)) is not None:
-                encoder.reset()
 
     def pull(
         self,

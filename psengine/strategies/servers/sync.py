@@ -1,8 +1,8 @@
 """Strategy "sync-server": every step, the servers average the gradients of all workers, in rank order.
 
 DDP's semantics without a process group: after backward every worker has the same gradients, and steps by itself.
-Workers may join and leave at any time. A worker that joins late, or was silent for longer than its lease, gets the
-state of a donor through the servers::
+Workers may join and leave at any time. A worker that joins late gets the state of a donor through the servers. One
+whose lease has ended is started again, and joins late::
 
     joiner    COMMIT "join" ─────────► coordinator ──STATE_WANTED──► donor (any live worker)
     donor     at its next backward: values, buffers, optimizer ──► servers; COMMIT "donated"; then its own gradients
@@ -14,10 +14,9 @@ for. With ``skip_all_reduce_unused_params`` the map is a step of its own, before
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from typing_extensions import Unpack, override
@@ -32,32 +31,14 @@ from psengine.strategies.servers.worker_state import OptimizerStates
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
-logger = logging.getLogger(__name__)
-
 STATE_BLOB = "worker_state"
-# In one step; a worker that is fenced more often is too slow for its lease.
-MAX_REJOINS = 8
-# A server that was restarted meanwhile does not have what the donor left there.
-_LACKS_STATE = (ErrorCode.NOT_READY, ErrorCode.UNKNOWN_KEY)
 
 
-@dataclass(eq=False)
-class _Exchange:
-    """A chunk in the backward under way.
+class _Exchange(NamedTuple):
+    """A chunk in the backward under way: its push, and memory for the answer."""
 
-    Attributes:
-        key: of the chunk.
-        payload: the values to send.
-        landing: memory for the answer.
-        begins_step: whether a step of the protocol begins here, because all before it was waited for.
-        push: the last one; another after a rejoin.
-    """
-
-    key: int
-    payload: torch.Tensor
-    landing: torch.Tensor
-    begins_step: bool
     push: Push
+    landing: torch.Tensor
 
 
 class SyncServer(ServerStrategy):
@@ -83,13 +64,7 @@ class SyncServer(ServerStrategy):
         self._results: list[torch.Tensor] = []
         # The backward under way. The usage map is exchanged twice where buckets that nobody uses are skipped.
         self._is_open = False
-        self._sits_out = False
-        self._is_mixed = False  # parameters are in part this worker's, in part another's
         self._exchanges: list[_Exchange] = []
-        self._ends_step = False  # what was exchanged is waited for
-        # What was waited for: bucket, its exchanges, rejoins until then.
-        self._returned: list[tuple[Bucket, list[_Exchange], int]] = []
-        self.rejoins = 0  # of this worker in the step under way
         self._weight: float | None = None
         self._gradient_keys: set[int] = set()
 
@@ -106,19 +81,20 @@ class SyncServer(ServerStrategy):
 
     @override
     def _receive(self, state: str) -> None:
-        """Pull the job's values, and a donor's state; where a restarted server lacks them, join again."""
-        for attempt in range(1 + MAX_REJOINS):
-            try:
-                if attempt:
-                    state = self.session.rejoin()
-                super()._receive(state)
-                if state == "joined":
-                    self._take_state()
-                return
-            except ServerRefusedError as error:
-                if attempt == MAX_REJOINS or not _may_join_again(error):
-                    raise
-                logger.warning("worker %d joins again: %s", self.session.rank, error)
+        """Pull the job's values, and a donor's state.
+
+        Raises:
+            FencedError: a server restarted meanwhile, and lacks them.
+        """
+        try:
+            super()._receive(state)
+            if state == "joined":
+                self.completed_steps = self.optimizers.take(self.session.pull_blob(STATE_BLOB), self._parameter_names())
+        except ServerRefusedError as error:
+            if error.code not in (ErrorCode.NOT_READY, ErrorCode.UNKNOWN_KEY):
+                raise
+            text = f"a server restarted before worker {self.session.rank} had read the job's state. Fix: start it again"
+            raise FencedError(text, ErrorCode.FENCED) from None
 
     # ---- a step ------------------------------------------------------------------------------------------------
 
@@ -139,9 +115,8 @@ class SyncServer(ServerStrategy):
         if self._is_open:
             return
         self._is_open = True
-        self._sits_out = False
         self.optimizers.forget_arrived(self.completed_steps)
-        self._exchanges, self._returned, self._ends_step, self.rejoins = [], [], False, 0
+        self._exchanges = []
         self.session.serve_joiner(self._deposit_state)
 
     @override
@@ -154,17 +129,7 @@ class SyncServer(ServerStrategy):
             for spec, start, end in self.chunks.of_bucket[bucket.index]
         ]
         yield DeferredWork(partial(self._wait, exchanges))
-        self._returned.append((bucket, exchanges, self.rejoins))
         return self._average(bucket, exchanges)
-
-    @override
-    def superseded(self) -> list[tuple[Bucket, torch.Tensor]]:
-        """Averages that were returned before this worker's last rejoin."""
-        return [
-            (bucket, self._average(bucket, exchanges))
-            for bucket, exchanges, rejoins in self._returned
-            if rejoins < self.rejoins
-        ]
 
     def _average(self, bucket: Bucket, exchanges: Sequence[_Exchange]) -> torch.Tensor:
         """What these exchanges ended with: in the servers' memory if it lies there in one piece, to be read until the
@@ -181,15 +146,12 @@ class SyncServer(ServerStrategy):
 
     def _exchange(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> _Exchange:
         self._open_step()
-        self._exchanges.append(_Exchange(key, payload, landing, self._ends_step, self._push(key, payload, landing)))
-        self._ends_step = False
-        return self._exchanges[-1]
-
-    def _push(self, key: int, payload: torch.Tensor, landing: torch.Tensor) -> Push:
         is_gradient = key in self._gradient_keys
-        weight = self._weight if is_gradient and not self._sits_out else None
-        sent = None if self._sits_out or weight == 0 else payload
-        return self.session.push(key, sent, [landing], weight=weight, reads_in_place=is_gradient)
+        weight = self._weight if is_gradient else None
+        sent = None if weight == 0 else payload
+        push = self.session.push(key, sent, [landing], weight=weight, reads_in_place=is_gradient)
+        self._exchanges.append(_Exchange(push, landing))
+        return self._exchanges[-1]
 
     @override
     def reduce_usage(self, used: torch.Tensor) -> Work:
@@ -198,7 +160,7 @@ class SyncServer(ServerStrategy):
         self._exchange(self.chunks.usage, used.cpu().contiguous().clone(), landing)
 
         def take_sum() -> None:
-            self._wait()  # all of them: then none is repeated later, and map and averages are of one step
+            self._wait()
             used.copy_(landing)
 
         return DeferredWork(take_sum)
@@ -206,20 +168,12 @@ class SyncServer(ServerStrategy):
     def _wait(self, exchanges: Sequence[_Exchange] | None = None) -> None:
         """Wait for these exchanges of the step under way; None: for all of them.
 
-        The first wait ends the protocol's step, as at every worker. A fenced worker rejoins and sits the backward out,
-        because its gradients belong to former weights. It takes part in a later one, with every bucket (``rejoins`` has
-        grown).
+        The first wait ends the protocol's step, as at every worker.
         """
-        self._ends_step = True
         exchanges = self._exchanges if exchanges is None else exchanges
         try:
-            while True:
-                try:
-                    with self.session.telemetry.blocked():
-                        wait_all([one.push for one in exchanges])
-                    return
-                except FencedError as error:
-                    self._rejoin(error)
+            with self.session.telemetry.blocked():
+                wait_all([one.push for one in exchanges])
         except BaseException:
             self._is_open = False
             self.session.release_payloads()
@@ -267,54 +221,6 @@ class SyncServer(ServerStrategy):
         # Where a shard refuses weights, because a joiner reads, the rest is not stored: the lead may have no weights.
         pieces = self.optimizers.pack(self.completed_steps, self._parameter_names())
         yield self.session.store_blob(STATE_BLOB, pieces)
-
-    def _rejoin(self, fenced: ServerRefusedError) -> None:
-        """After this worker's lease ran out: take the others' state, and sit this step out.
-
-        Where no other worker is left, this one's state is the job's, and its step goes on. A lease may run out once
-        more meanwhile.
-
-        Raises:
-            FencedError: the last of too many in one step.
-            ServerRefusedError: this worker has read a part of the others' state, and all of them are gone.
-        """
-        while self.rejoins < MAX_REJOINS:
-            logger.warning("worker %d rejoins: %s", self.session.rank, fenced)
-            self.rejoins += 1
-            try:
-                self._take_over()
-                return
-            except ServerRefusedError as error:
-                if not _may_join_again(error):
-                    raise
-                fenced = error
-        raise fenced
-
-    def _take_over(self) -> None:
-        if self.session.rejoin() == "joined":
-            self._sits_out = self._is_mixed = True
-            with torch.no_grad():
-                self.pull_values()
-            self._take_state()
-            self._is_mixed = self.session.job_connection.fenced is not None
-        elif self._is_mixed:
-            raise ServerRefusedError(
-                f"worker {self.session.rank} was put out while it read the state of another worker, and none that has"
-                " state is left. Fix: start the job again from a checkpoint.",
-                ErrorCode.STATE_LOST,
-            )
-        for number, one in enumerate(self._exchanges):
-            if one.begins_step:
-                wait_all([before.push for before in self._exchanges[:number]])  # the same steps as other workers'
-            one.push = self._push(one.key, one.payload, one.landing)
-
-    def _take_state(self) -> None:
-        pieces = self.session.pull_blob(STATE_BLOB)
-        self.completed_steps = self.optimizers.take(pieces, self._parameter_names())
-
-
-def _may_join_again(error: ServerRefusedError) -> bool:
-    return isinstance(error, FencedError) or error.code in _LACKS_STATE
 
 
 def neighbours(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -261,7 +261,7 @@ class Coordinator(JobMemory):
         self._check(message.body)
         message, view = self._judge_claims(message, sender)
         rank = self.workers.rank_for(message, sender.user_id)
-        holder = self.workers.by_rank.get(rank)
+        holder, is_later = self.workers.by_rank.get(rank), False
         if holder is not None and not holder.is_process(message, sender.user_id):
             if holder.incarnation > message.incarnation > 0:
                 self._refuse_rank(rank, "went to a newer process while this one was silent (raise --lease-s)")
@@ -269,6 +269,8 @@ class Coordinator(JobMemory):
             is_later = message.incarnation > holder.incarnation and view is not None
             if holder.state is not WorkerState.GONE and not is_later:
                 self._judge(holder, message, sender)
+        if self.averages and "view" in message.body and not is_later and holder not in self.workers.members:
+            raise self._went_on(rank, holder)
         self._greet(rank, message, sender)
 
     def _judge(self, holder: Worker, message: Message, sender: Sender) -> None:
@@ -336,6 +338,18 @@ class Coordinator(JobMemory):
             if self.rule is None:
                 self._set_rule(rule)
         self.is_changed = True
+
+    def _went_on(self, rank: int, worker: Worker | None) -> ProtocolError:
+        """A process has the state of a view, and the others have taken steps without it."""
+        why = "its last view is not theirs"
+        if worker is not None and worker.why_gone:
+            why = f"{worker.gone_because}; it is heard again after {self._now_s - worker.last_heard_s:.1f} s"
+        return ProtocolError(
+            f"the others of job {self.name!r} went on without worker {rank}: {why} (expected to be heard in each lease"
+            f" of {self._lease_s:g} s). Fix: start it again, as psengine run --independent does: it takes over their"
+            " state. Where such pauses are normal, raise the servers' --lease-s.",
+            ErrorCode.FENCED,
+        )
 
     # ---- what a process claims of a view ---------------------------------------------------------------------------
 
@@ -605,6 +619,7 @@ class Coordinator(JobMemory):
         self._hear_cut(worker, message.body)
         if message.view >= worker.admitted:
             worker.is_blocked = message.body.get("blocked", False)
+            worker.is_elsewhere = message.body.get("elsewhere", False)
             worker.completed = max(worker.completed, message.body.get("completed", 0))
         if worker is self._donor:
             self._joiner = None  # it is asked again
@@ -717,7 +732,7 @@ class Coordinator(JobMemory):
             self._registrar = None  # if it comes back it begins again
         self._note_end(worker, reason)
         worker.advance("went")
-        worker.why_gone, worker.prepared = reason, 0
+        worker.why_gone, worker.gone_because, worker.prepared = reason, why, 0
         worker.gone_unix_s = round(self._interfaces.wall_s(), 3)
         self._note(reason, worker, f"{'left' if reason == 'left' else f'was {reason}'}: {why}")
         self.is_changed = True

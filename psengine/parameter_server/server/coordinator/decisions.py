@@ -108,7 +108,7 @@ class Merge(Decisions):
 
     The window opens when a quorum is there. It is ``grace`` times the mean time between two contributions of a worker,
     of those who are here, and is for those who are expected within it. A worker that abstained last is not waited for
-    until it has brought something again.
+    until it has brought something again, nor one that waits in a collective, perhaps for those who are here.
     """
 
     def __init__(self, job: JobMemory, quorum: int, grace: float) -> None:
@@ -135,7 +135,7 @@ class Merge(Decisions):
             return
         if step <= pace.pending:
             return
-        pace.is_idle = abstained
+        pace.is_idle, worker.is_elsewhere = abstained, False
         if abstained:
             self.job.merged[worker.rank] = step
             return
@@ -148,8 +148,8 @@ class Merge(Decisions):
         return [one for one, pace in self._paces.items() if pace.pending]
 
     def _absent(self) -> list[Worker]:
-        """Whose contribution may come."""
-        return [one for one, pace in self._paces.items() if not pace.pending and not pace.is_idle]
+        """Whose contribution may come before those who are here go on."""
+        return [one for one, pace in self._paces.items() if not (pace.pending or pace.is_idle or one.is_elsewhere)]
 
     @override
     def decide(self, now_s: float) -> bool:

@@ -70,13 +70,6 @@ class ElasticCoordinator(Coordinator):
     def _greet(self, rank: int, message: Message, sender: Sender) -> None:
         worker = self.workers.by_rank.get(rank)
         is_it = worker is not None and worker.is_process(message, sender.user_id)
-        if "view" in message.body and not (is_it and worker in self.workers.members):
-            raise ProtocolError(
-                f"the others of job {self.name!r} went on without worker {rank}: it was silent for more than its lease,"
-                " its connection broke, or an operator put it out. It has to start again, and then takes over their"
-                " state; where that happens often, raise --lease-s.",
-                ErrorCode.FENCED,
-            )
         super()._greet(rank, message, sender)
         worker = self.workers.by_rank[rank]
         worker.checkpoint, worker.processes = message.body.get("checkpoint", 0), message.body.get("processes", "")

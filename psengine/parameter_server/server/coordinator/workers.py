@@ -54,10 +54,12 @@ class Worker:
     is_of_next: bool = False  # it came when the training was over, and waits for the next one
     ended_s: float | None = None  # since when its connection has ended
     is_blocked: bool = False  # it waits for answers for more than a heartbeat
+    is_elsewhere: bool = False  # it waits for other workers, and contributes nothing before they come
     unreachable: frozenset[int] = frozenset()  # shards that it could not reach for a lease
     cut_s: float = 0.0  # since when there are such that others reach
     leaving: Message | None = None  # its LEAVE; where it is gone, the next view answers that
     why_gone: str = ""  # "left", "evicted" or "fenced"
+    gone_because: str = ""  # for people
     gone_unix_s: float = 0.0
     telemetry: WorkerTelemetry = field(default_factory=WorkerTelemetry)
 

@@ -5,7 +5,7 @@
 
 Both ends add the same values, so they hold the same bits, and what a payload leaves out is part of the next difference:
 no residual is needed. A worker says with each push which step's answer it holds. If the server does not know that
-one (a first push, a worker that rejoined, a server that restarted), it answers whole weights.
+one (a first push, a server that restarted), it answers whole weights.
 """
 
 from __future__ import annotations
