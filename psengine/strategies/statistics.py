@@ -21,6 +21,7 @@ class Statistics:
         worker: number of this worker: its rank in the process group, or at the servers.
         live_workers: numbers of the workers that take part, as the servers say.
         steps: backwards of this worker whose gradients were exchanged.
+        empty_steps: those of them to which no worker of "sync-server" contributed, and which were left out.
         job: the job's name at the servers; None without servers.
         staleness: under async the number of pushes by their age in updates; 64 stands for 64 and more.
         updates: pushes that changed weights, or became part of an average; a large model has several in a step. None
@@ -33,6 +34,7 @@ class Statistics:
     worker: int
     live_workers: tuple[int, ...]
     steps: int = 0
+    empty_steps: int = 0
     job: str | None = None
     staleness: Mapping[int, int] = field(default_factory=dict)
     updates: int | None = None

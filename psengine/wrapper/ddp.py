@@ -373,7 +373,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
         Args:
             weight: how many samples (or tokens) the mean loss of this rank's batch is over. 0 means no say; where all
-                ranks have none, gradients are zeros. None: from now on all ranks count alike.
+                ranks have none, gradients are zeros, and under "sync-server" None: the step is left out. None: from now
+                on all ranks count alike.
 
         Raises:
             ArgumentTypeError, ConfigurationError: it is no finite number >= 0, or this model's gradients cannot be

@@ -4,6 +4,8 @@ A contribution is a function of rank, step, chunk and model, so whoever knows th
 average can compute the model after it. The oracle looks for the workers whose contributions, added in the order of
 ranks, have the bits that a worker got; they are the same in all chunks, and every other worker gets the same.
 
+A step to which nobody contributed has no average, and does not change the model.
+
 A finished step is undone only where nobody holds it any more: whoever had it is dead, or was put out.
 
 Under a codec a contribution has 12 in one element, which is its own: every codec keeps averages of 1 to 4 of them.
@@ -29,11 +31,11 @@ from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import ErrorCode
 from simulation.job import Job
 from simulation.reference import Values, average, layout, numbers
-from simulation.violation import require
+from simulation.violation import Violation, require
 
 SIZES = np.array([1.0, 1e-8, 1.0, 1e8, 1e16])
 CODED_NUMEL, CODED_VALUE = 256, 12.0  # divisible by the numbers of workers
-WEIGHTS = (1.0, 1.0, 2.0, 8.0)  # of batches
+WEIGHTS = (0.0, 1.0, 1.0, 2.0, 8.0)  # of batches
 STATE_BLOB = "worker_state"
 
 
@@ -140,8 +142,14 @@ class AveragingJob(Job):
             process.land(push, landings[key])
             residual = process.session.residual(key)
             require(residual is None or not residual.any(), "chunk {} has a residual: {}", key, residual)
+        (is_empty, *others) = {push.is_empty for push in pushes}
+        require(not others, "step {} of worker {} has averages in some chunks only", replica.step + 1, process.rank)
+        for landing in landings if is_empty else ():
+            landing.zero_()  # what has landed was taken back
         if self.world.views.has(process):  # else it has yet to hear that it is out, and that its step was taken back
-            self._complete(process, replica, [landing.numpy() for landing in landings], is_in=counts == {True})
+            _, weight = self._contribution(process.rank, replica.step + 1, 0, replica.base)
+            averages, is_in = [landing.numpy() for landing in landings], counts == {True} and weight > 0
+            self._complete(process, replica, averages, is_in=is_in, is_empty=is_empty)
         for value, landing in zip(replica.values, landings, strict=True):
             value.sub_(landing)
         replica.step += 1
@@ -154,7 +162,8 @@ class AveragingJob(Job):
     def _push(self, process, replica: Replica, key: int, landing: torch.Tensor) -> Any:
         process.check_lent(key)
         values, weight = self._contribution(process.rank, replica.step + 1, key, replica.base)
-        self._given[replica.step + 1, process.rank].add(replica.base)
+        if weight:
+            self._given[replica.step + 1, process.rank].add(replica.base)
         self._gave[replica.step + 1, process.rank] += key == 0
         return process.session.push(
             key,
@@ -170,7 +179,7 @@ class AveragingJob(Job):
             values = np.zeros(CODED_NUMEL, np.float32 if self._dtype is torch.float32 else np.float64)
             values[(step * self.scenario.ranks + rank + 40 * key) % CODED_NUMEL] = CODED_VALUE
             return values, 1.0
-        weight = WEIGHTS[int(4 * (numbers(1, seed, rank, step)[0] + 0.5))] if self.scenario.weighs else 1.0
+        weight = WEIGHTS[int(len(WEIGHTS) * (numbers(1, seed, rank, step)[0] + 0.5))] if self.scenario.weighs else 1.0
         return numbers(len(SIZES), seed, rank, step, key, base) * SIZES, weight
 
     # ---- the oracle --------------------------------------------------------------------------------------------
@@ -189,7 +198,7 @@ class AveragingJob(Job):
         """Only where updates last is it known after the lead's restart that a job has ended: a zombie goes on alone."""
         return self.keeps_updates or self._leads[process] == self.world.lead.epoch
 
-    def _complete(self, process, replica: Replica, averages: list[Values], *, is_in: bool) -> None:
+    def _complete(self, process, replica: Replica, averages: list[Values], *, is_in: bool, is_empty: bool) -> None:
         step, base, rank = replica.step + 1, replica.base, process.rank
         known = self._finished.get(step)
         if known is not None and (known.base != base or not _are_equal(known.averages, averages)):
@@ -203,7 +212,8 @@ class AveragingJob(Job):
                 require(not holders, "worker {} is at step {} with another model than {}", rank, step, holders)
             for later in [number for number in self._finished if number >= step]:
                 del self._finished[later]
-            known = self._finished[step] = Finished(base, self._contributors(step, base, averages), averages)
+            contributors = () if is_empty else self._contributors(step, base, averages)
+            known = self._finished[step] = Finished(base, contributors, averages)
             self._check_whole(step, known)
         if not self.world.views.is_out(process):  # the others may take back what it completes
             known.holders[process] = self.world.clock.now_s
@@ -229,9 +239,7 @@ class AveragingJob(Job):
                     for key, found in enumerate(averages)
                 ):
                     return some
-        is_empty = not any(found.any() for found in averages)
-        require(is_empty, "step {} is no average of the same workers in every chunk, in the order of {}", step, ranks)
-        return ()
+        raise Violation(f"step {step} is no average of the same workers in every chunk, in the order of {ranks}")
 
     def _check_whole(self, step: int, one: Finished) -> None:
         """Everybody who takes part is in an average."""

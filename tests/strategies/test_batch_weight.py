@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from support.processes import in_ranks, run_ranks
 from support.server_training import at_servers
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils._pytree import tree_leaves
 
 import psengine
 from psengine import DistributedDataParallel
@@ -254,4 +256,40 @@ def test_servers_average_by_weight_or_refuse(rank, world_size):
     model.batch_weight(2)
     with raises(ConfigurationError, "does not average gradients by samples", "expected no batch_weight, got 2"):
         model(torch.ones(1, FEATURES, dtype=torch.float64))
+    model.leave()
+
+
+@at_servers(2)
+def test_servers_leave_out_a_step_in_which_nobody_has_a_say(rank, world_size):
+    """The third of four. Buffers are rank 0's, as after any step."""
+    messages = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("psengine.strategies.servers").addHandler(handler)
+    network = seeded(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 40)), torch.float32)
+    model = DistributedDataParallel(network, strategy="sync-server:compress=int8")
+    plain = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+    optimizer, norm = psengine.DistributedOptimizer(plain, model), nn.BatchNorm1d(FEATURES)
+    stepped: list[Any] = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(0))
+
+    def tensors() -> list[torch.Tensor]:
+        """All but buffers that a step may change."""
+        kept = [list(network.parameters()), optimizer.state_dict(), model.strategy.residuals()]
+        return [one.detach().clone() for one in tree_leaves(kept) if isinstance(one, torch.Tensor)]
+
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step % 2 == 1)
+        model.batch_weight(0 if step == 2 else 1 + rank)
+        of_0, of_1 = torch.randn(2, 8, FEATURES, generator=torch.Generator().manual_seed(step))
+        norm(of_0)
+        before = tensors()
+        model(of_1 if rank else of_0).square().mean().backward()
+        assert all((parameter.grad is None) == (step == 2) for parameter in network.parameters())
+        optimizer.step()
+        assert all(map(torch.equal, before, tensors())) == (step == 2)
+        assert all(map(torch.equal, network[0].buffers(), norm.buffers()))
+    assert len(stepped) == 3
+    assert model.statistics().empty_steps == 1
+    assert len([one for one in messages if "no worker contributed to step 3" in one]) == 1
     model.leave()

@@ -234,6 +234,18 @@ class Push(Request):
         """The chunk."""
         return self.message.key
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether all workers abstained: there is no average, and nothing landed."""
+        return self.answer is not None and _is_empty(self.answer)
+
+    @override
+    def finish(self, answer: Message) -> None:
+        if self.is_shared and _is_empty(answer):
+            self.answer = answer  # nothing lands; where the step is taken back, another answer may
+        else:
+            super().finish(answer)
+
     @override
     def describe(self) -> str:
         return f"push {self.step.number} of {self.spec.describe()}"
@@ -247,7 +259,7 @@ class Push(Request):
         assert encoder is not None
         if self.message.dtype is not None and counts is not None:  # the push had a payload
             encoder.end(counts=counts)
-        if encoder.decodes and answer is not None:
+        if encoder.decodes and answer is not None and not self.is_empty:
             values = encoder.decode(answer.payload, self.destinations, self.step.number)
             if not self.is_shared:
                 answer.payload = None if self.destinations else values
@@ -283,6 +295,10 @@ class Push(Request):
         result = Message(MessageType.RESULT, key=self.key, sequence=self.step.number, body=body, payload=came.payload)
         result.dtype, result.numel, result.version = came.dtype, came.numel, came.version
         return result
+
+
+def _is_empty(answer: Message) -> bool:
+    return answer.dtype is None and answer.body.get("contributors") == 0
 
 
 def wait_all(requests: Sequence[Request]) -> None:

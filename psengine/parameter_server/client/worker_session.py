@@ -224,8 +224,8 @@ class WorkerSession:
                 other, by the answer (weights or average), at the latest when it was waited for. Empty drops the answer.
             groups: the optimizer's hyperparameters now, per group; not changed afterwards.
             absent: indices of the chunk's segments without a gradient this time.
-            weight: what the gradient counts in an average, up to 1e12: every worker gives one, or none does. 0 needs
-                no payload; such a worker takes part and counts nothing.
+            weight: what the gradient counts in an average, up to 1e12: every worker gives one, or none does. With 0
+                it is not sent: such a worker takes part and counts nothing.
             reads_in_place: an answer in the server's memory stays there, and does not land; without destinations every
                 answer stays. See ``Push.take``.
             **of_rows: of a table's part, whose payload ``protocol/rows.py`` packs: "rows", "lr", "divisor" and "ahead"
@@ -235,6 +235,7 @@ class WorkerSession:
             ServerError: the session has failed or is closed.
         """
         job, link = self.job_connection, self._link(key)
+        payload = None if weight == 0 else payload
         spec, step, averages = job.chunks.specs[key], job.steps.step_for(key), job.options.averages
         step.note(is_trained=spec.kind.is_trained, has_values=payload is not None)
         body = _given(groups=groups, absent=list(absent) or None, weight=weight, **of_rows)

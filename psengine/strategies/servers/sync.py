@@ -14,9 +14,10 @@ for. With ``skip_all_reduce_unused_params`` the map is a step of its own, before
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import Unpack, override
@@ -30,6 +31,8 @@ from psengine.strategies.servers.base import ServerOptions, ServerStrategy
 from psengine.strategies.servers.worker_state import OptimizerStates
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
+
+logger = logging.getLogger(__name__)
 
 STATE_BLOB = "worker_state"
 
@@ -53,6 +56,7 @@ class SyncServer(ServerStrategy):
 
     name = "sync-server"
     counts_usage = True
+    _empty_steps = 0
 
     def __init__(self, **options: Unpack[ServerOptions]) -> None:
         super().__init__({"name": "average"}, **options)
@@ -64,6 +68,7 @@ class SyncServer(ServerStrategy):
         self._results: list[torch.Tensor] = []
         # The backward under way. The usage map is exchanged twice where buckets that nobody uses are skipped.
         self._is_open = False
+        self._is_empty = False  # nobody contributed to it; until the next one begins
         self._exchanges: list[_Exchange] = []
         self._weight: float | None = None
         self._gradient_keys: set[int] = set()
@@ -114,7 +119,7 @@ class SyncServer(ServerStrategy):
     def _open_step(self) -> None:
         if self._is_open:
             return
-        self._is_open = True
+        self._is_open, self._is_empty = True, False
         self.optimizers.forget_arrived(self.completed_steps)
         self._exchanges = []
         self.session.serve_joiner(self._deposit_state)
@@ -129,6 +134,9 @@ class SyncServer(ServerStrategy):
             for spec, start, end in self.chunks.of_bucket[bucket.index]
         ]
         yield DeferredWork(partial(self._wait, exchanges))
+        if any(one.push.is_empty for one in exchanges):
+            self._is_empty = True
+            return None
         return self._average(bucket, exchanges)
 
     def _average(self, bucket: Bucket, exchanges: Sequence[_Exchange]) -> torch.Tensor:
@@ -148,8 +156,7 @@ class SyncServer(ServerStrategy):
         self._open_step()
         is_gradient = key in self._gradient_keys
         weight = self._weight if is_gradient else None
-        sent = None if weight == 0 else payload
-        push = self.session.push(key, sent, [landing], weight=weight, reads_in_place=is_gradient)
+        push = self.session.push(key, payload, [landing], weight=weight, reads_in_place=is_gradient)
         self._exchanges.append(_Exchange(push, landing))
         return self._exchanges[-1]
 
@@ -183,23 +190,47 @@ class SyncServer(ServerStrategy):
     def finish(self) -> Work:
         """Buffers become those of the lowest rank, as native DDP's broadcast makes them."""
         self.chunks.follow_buffers()
-        landings = {}
+        exchanges = {}
         for key in self.chunks.buffers:
             spec = self.chunks.specs[key]
-            landings[key] = torch.empty(spec.numel, dtype=spec.dtype)
-            self._exchange(key, self.chunks.values(spec), landings[key])
+            landing = torch.empty(spec.numel, dtype=spec.dtype)
+            exchanges[key] = self._exchange(key, self.chunks.values(spec), landing)
 
         self.session.end_step()
 
         def end_step() -> None:
             self._wait()
-            specs = [self.chunks.specs[key] for key in landings]
-            self.chunks.write_images(self.chunks.load(specs, list(landings.values())))
+            landed = {key: one.landing for key, one in exchanges.items() if not one.push.is_empty}
+            specs = [self.chunks.specs[key] for key in landed]
+            self.chunks.write_images(self.chunks.load(specs, list(landed.values())))
+            if self._is_empty:
+                self._leave_out()
             self._is_open = False
             self.completed_steps += 1
             self.session.telemetry.step_ended()
 
         return DeferredWork(end_step)
+
+    def _leave_out(self) -> None:
+        """A step to which nobody contributed changes nothing."""
+        for parameter in self.replica.parameters.values():
+            parameter.grad = None
+        self._empty_steps += 1
+        if self._empty_steps == 1:
+            logger.warning(
+                "worker %d: no worker contributed to step %d, because every batch weight is 0. Gradients are None, and"
+                " the optimizer leaves the step out. Later ones are counted in model.statistics().empty_steps",
+                *(self.session.rank, self.completed_steps + 1),
+            )
+
+    @override
+    def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
+        """A step to which nobody contributed is left out: momentum and weight decay would move weights."""
+        return None if self._is_empty and closure is None else local_step()
+
+    @override
+    def statistics(self) -> dict[str, Any]:
+        return {**super().statistics(), "empty_steps": self._empty_steps}
 
     # ---- joining late ------------------------------------------------------------------------------------------
 

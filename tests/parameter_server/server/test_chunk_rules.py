@@ -59,6 +59,17 @@ def test_who_lacks_more_than_the_last_step_has_to_take_state():
     assert workers[0].push(0, 4, torch.ones(4)) == []
 
 
+def test_a_server_that_restarted_hears_from_a_worker_that_a_step_had_no_average():
+    world, (donor, worker) = world_of(2, [spec()])
+    world.publish([donor, worker], from_step=2, donor=0)
+    worker.push(0, 1, None, body={"weight": 0.0})
+    for contributors, expected in ((1, [ErrorCode.BAD_MESSAGE]), (0, [])):
+        body = {"contributors": contributors}
+        assert codes(donor.send(MessageType.RESULT, key=0, sequence=1, body=body)) == expected
+    (answer,) = worker.take(MessageType.UPDATED)
+    assert (answer.payload, answer.body["contributors"]) == (None, 0)
+
+
 def test_deposited_values_do_not_come_back():
     world, (worker,) = world_of(1, [spec()])
     worker.ask(MessageType.STORE, key=0, payload=torch.full((4,), 3.0), version=6)

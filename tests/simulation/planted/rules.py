@@ -22,6 +22,15 @@ plant("a view takes back averages of earlier steps", Average, "adopt", then(lamb
 plant("the average that a donor returns is dropped", Average, "supply_result", constant([]))
 
 
+@plant("an average of nobody is zeros", ContributionSet, "combine")
+def _give_zeros(combine, self, memory):
+    if self.given:
+        return combine(self, memory)
+    place = memory()
+    place.values.zero_()
+    return place
+
+
 @plant("a gradient's weight is forgotten", ContributionSet, "_combine_weighted")
 def _forget_weights(combine, self, tensors, weights):
     return combine(self, tensors, [1.0] * len(weights))

@@ -5,7 +5,7 @@
     rank 2              push 7: everybody is here ┴─► answer 7
 
 The weights are in the workers, and ``values`` are what a worker last deposited for others. A step has one result, kept
-until every member has it.
+until every member has it. A step in which all abstain has no average, and changes nothing.
 
 A view takes back all steps from its ``from_step`` on: nobody has used them, and workers push them again. Of an earlier
 step nothing is taken back. A server that restarted has no results; the view's donor returns that of the last step. A
@@ -15,7 +15,7 @@ snapshot has neither steps nor values: after a restart workers push again, and d
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,7 +39,7 @@ MAX_OPEN = 2
 class _Result(NamedTuple):
     """An average, which is made once and never changed while somebody may ask for it."""
 
-    place: Place  # of the payload
+    place: Place | None  # of the payload; None: nobody contributed, and there is no average
     contributors: int  # the number of gradients
 
 
@@ -117,13 +117,13 @@ class Average(ChunkRule):
         return []
 
     @override
-    def supply_result(self, step: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
+    def supply_result(self, step: int, payload: torch.Tensor | None, contributors: int | None) -> list[Reply]:
         if step in self._results:
             return []  # this server did not restart, or others were asked too
         gathered = self._open.pop(step, None)
         waiting = {} if gathered is None else gathered.by_rank
         count = len(waiting) if contributors is None else contributors
-        self._results[step] = _Result(Place(payload.clone()), count)
+        self._results[step] = _Result(None if payload is None else Place(payload.clone()), count)
         self.version = max(self.version, step)
         return self._answers(one for _, one in sorted(waiting.items()))
 
@@ -152,15 +152,17 @@ class Average(ChunkRule):
         return self._answers(one for _, one in sorted(gathered.by_rank.items()))
 
     def _conclude(self, step: int, gathered: ContributionSet) -> None:
-        statistics, given = self.context.statistics, gathered.given
-        place = gathered.combine(lambda: self.memory.free([result.place for result in self._results.values()]))
-        # Encoded once, so that all workers get the same bits. Where nobody contributed, the residual waits.
-        state = None
-        if place is None:
-            place = self.memory.new()
-            place.values.zero_()
-        else:
-            state = self._state = self._state or self.payloads.make_state()
+        given, kept = gathered.given, [result.place for result in self._results.values() if result.place is not None]
+        place = gathered.combine(lambda: self.memory.free(kept))
+        if place is not None:
+            place = self._encoded(step, place, given)
+        self._results[step] = _Result(place, len(given))
+        self.version = max(self.version, step)
+
+    def _encoded(self, step: int, place: Place, given: Sequence[Contribution]) -> Place:
+        """The payload of an average; encoded once, so that all workers get the same bits."""
+        statistics = self.context.statistics
+        state = self._state = self._state or self.payloads.make_state()
         if state is not None:
             self._former = step, copy.copy(state)
         # A value that is not finite stays so in every sum, and is passed on, as native DDP does.
@@ -170,11 +172,9 @@ class Average(ChunkRule):
         payload = self.payloads.encode(place.values, state)
         if is_spoiled and state is not None:
             state.give_back()  # workers skip a step with this average, and their residuals are as before too
-        place = place if payload is place.values else Place(payload)
-        self._results[step] = _Result(place, len(given))
-        self.version = max(self.version, step)
         statistics.averaged += 1
         statistics.applied += len(given)
+        return place if payload is place.values else Place(payload)
 
     def _answers(self, given: Iterable[Contribution]) -> list[Reply]:
         """The averages of steps that are closed; who has just joined may ask for one that is without it."""

@@ -141,7 +141,7 @@ class ChunkRule(ABC):
     def waits(self) -> dict[int, list[int]]:
         """By rank whose contribution is not answered, those whose contributions or commits its answer waits for."""
 
-    def supply_result(self, step: int, payload: torch.Tensor, contributors: int | None) -> list[Reply]:
+    def supply_result(self, step: int, payload: torch.Tensor | None, contributors: int | None) -> list[Reply]:
         """The donor returns the average of the last step before the view, for a server that restarted."""
         return []
 
@@ -209,5 +209,6 @@ class ChunkRule(ABC):
     def begin_life(self, *, keeps_log: bool) -> None:  # noqa: B027 - others have nothing to forget
         """The server has restarted: what follows may differ from what workers were told by its former life."""
 
-    def _updated(self, rank: int, step: int, version: int, place: Place, **body: Any) -> Reply:
-        return Reply(MessageType.UPDATED, rank, step, version, place.values, body, self.spec.key, place)
+    def _updated(self, rank: int, step: int, version: int, place: Place | None, **body: Any) -> Reply:
+        payload = None if place is None else place.values
+        return Reply(MessageType.UPDATED, rank, step, version, payload, body, self.spec.key, place)

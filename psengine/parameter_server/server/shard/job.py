@@ -199,6 +199,8 @@ class Job(RuleContext):
         )
         if message.payload is not None:
             contribution = rule.received(message, contribution)
+        if contribution.weight == 0:
+            contribution = contribution._replace(values=None)
         replies = rule.push(contribution)
         worker = self.workers[rank]
         worker.pushes += 1
@@ -212,8 +214,10 @@ class Job(RuleContext):
         assert view is not None
         if message.view != view.number or message.sequence != view.from_step - 1:
             return []
-        payload = rule.payloads.answered(message)
-        return rule.supply_result(message.sequence, payload, message.body.get("contributors"))
+        contributors = message.body.get("contributors")
+        is_empty = message.payload is None and contributors == 0
+        payload = None if is_empty else rule.payloads.answered(message)
+        return rule.supply_result(message.sequence, payload, contributors)
 
     @override
     def discarded(self, push: Contribution, spec: ChunkSpec, why: str) -> None:
