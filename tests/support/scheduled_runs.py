@@ -37,9 +37,9 @@ def lines_of(folder: Path) -> dict[int, list[dict[str, Any]]]:
     }
 
 
-def lives_of(folder: Path, worker: int) -> int:
-    """How many processes of this worker have wrapped their model."""
-    return len(list(folder.glob(f"wrapped-{worker}-*")))
+def lives_of(folder: Path, worker: int, what: str = "wrapped") -> int:
+    """How many processes of this worker have wrapped their model, or begun to (``what="begins"``)."""
+    return len(list(folder.glob(f"{what}-{worker}-*")))
 
 
 def losses_of(folder: Path) -> dict[int, list[str]]:

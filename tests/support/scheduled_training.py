@@ -2,8 +2,8 @@
 
 scheduled_training.py FOLDER [--steps N] [--pause SECONDS] [--slow WORKER] [--hold HOLD] [--checkpoint]
 
-A worker appends a line to FOLDER/workerN.jsonl for each step; once it has wrapped its model there is
-FOLDER/wrapped-N-PID. ``--slow``: this worker alone pauses. ``--checkpoint``:
+A worker appends a line to FOLDER/workerN.jsonl for each step. FOLDER/begins-N-PID is there before it wraps its model,
+FOLDER/wrapped-N-PID after that. ``--slow``: this worker alone pauses. ``--checkpoint``:
 rank 0 saves each step, and a later run goes on from there.
 """
 
@@ -68,6 +68,7 @@ def main() -> None:
     torch.set_num_threads(1)
     context = psengine.init()
     module = model_of()
+    (options.folder / f"begins-{context.worker}-{os.getpid()}").touch()
     model = psengine.DistributedDataParallel(module)
     optimizer = psengine.DistributedOptimizer(optimizer_of(module), model)
     (options.folder / f"wrapped-{context.worker}-{os.getpid()}").touch()
