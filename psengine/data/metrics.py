@@ -12,6 +12,8 @@ waiting.
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 import numbers
 from typing import Any, TypeVar
@@ -20,6 +22,8 @@ import torch
 import torch.distributed as dist
 
 from psengine.data.value_exchange import ValueExchange
+from psengine.environment.launchers import read_worker
+from psengine.environment.variables import inherited_variables
 from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.tensors.leaves import (
     Leaves,
@@ -36,6 +40,8 @@ from psengine.tensors.leaves import (
 )
 from psengine.tensors.objects import from_bytes, to_bytes
 
+logger = logging.getLogger(__name__)
+
 Value = TypeVar("Value")
 
 
@@ -43,7 +49,22 @@ def _begin(verb: str, value: Any, process_group: Any) -> tuple[Leaves, ValueExch
     found = Leaves(value)
     exchange = ValueExchange(verb, process_group, found.leaves)
     exchange.faults |= found.faults
+    if process_group is None and exchange.collective.world_size == 1:
+        _warn_alone(verb)
     return found, exchange
+
+
+@functools.cache
+def _warn_alone(verb: str) -> None:
+    """Say once that an independent worker has nobody to exchange values with."""
+    worker, workers = read_worker(inherited_variables())
+    if worker is not None and workers != 1:
+        logger.warning(
+            "psengine.%s() counts the value of worker %d alone: independent workers meet at the servers and exchange"
+            " nothing else (expected a value of all%s, got one). Fix: add up what each worker prints, or train without"
+            " --independent.",
+            *(verb, worker, "" if workers is None else f" {workers}"),
+        )
 
 
 @torch.no_grad()
