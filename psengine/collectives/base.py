@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from psengine.collectives.contributions import cut
+from psengine.collectives.liveness import Liveness
 
 # Whether to stop waiting; None: never.
 Interruption = Callable[[], bool] | None
@@ -92,11 +93,13 @@ class Collective(ABC):
         rank: this process in the group, 0 <= rank < world_size.
         world_size: number of ranks.
         timeout_s: seconds after which a wait is an error.
+        liveness: where its ranks are, apart from its operations; None where nobody knows.
     """
 
     rank: int
     world_size: int
     timeout_s: float
+    liveness: Liveness | None = None
 
     @property
     def scales_for_free(self) -> bool:

@@ -26,6 +26,7 @@ class Forwarding(Collective):
         self.rank = inner.rank
         self.world_size = inner.world_size
         self.timeout_s = inner.timeout_s
+        self.liveness = inner.liveness
 
     @property
     @override

@@ -136,6 +136,18 @@ class Liveness:
         key = f"{self._prefix}/{what}"
         return self._ask(lambda: str(self._store.compare_set(key, "", mine).decode()), self._patience_s)
 
+    def arrive(self, place: str) -> None:
+        """Say that this rank is at ``place``; see ``absent``."""
+        self._ask(lambda: self._store.set(f"{self._prefix}/{place}/{self.rank}", ""), self._patience_s)
+
+    def absent(self, place: str) -> list[int]:
+        """The ranks that have not said that they are there."""
+        ranks = range(self.world_size)
+        return self._ask(
+            lambda: [rank for rank in ranks if not self._store.check([f"{self._prefix}/{place}/{rank}"])],
+            self._patience_s,
+        )
+
     # ---- who is missing ----
 
     def alarm_raised(self) -> bool:

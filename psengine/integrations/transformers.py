@@ -52,6 +52,11 @@ class PSEngineTrainerMixin:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         adopt(self.accelerator, **self._psengine_options)
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save as the Trainer does, which asks for the optimizer's state on the main process alone."""
+        self.optimizer.state_dict()
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
     def train(self, *arguments: Any, **options: Any) -> Any:
         """Train as the Trainer does; called again, it wraps the model again."""
         try:

@@ -232,6 +232,12 @@ def under_a_trainer(directory: Path, server: str) -> None:
     assert_equal(values(native.model), values(ours.model))
     options: dict[str, Any] = {"gradient_accumulation_steps": 2, "optim": "sgd", "lr_scheduler_type": "cosine"}
     assert_equal(values(trained(Trainer, **options).model), values(trained(PSEngineTrainer, **options).model))
+    sharded = trained(
+        PSEngineTrainer, "sharded", strategy="sync:shard_optimizer=true", save_strategy="steps", save_steps=3
+    )
+    saved = torch.load(directory / "sharded" / "checkpoint-3" / "optimizer.pt", weights_only=True)
+    assert_equal(after_one, values(sharded.model))
+    assert len(saved["state"]) == len(list(sharded.model.parameters()))
     with job("transformers-sync-server"):
         trained(PSEngineTrainer, "saved", strategy="sync-server", save_strategy="steps", save_steps=3)
     with job("transformers-resumed"):

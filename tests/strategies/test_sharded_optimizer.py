@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.expectations import raises
-from support.processes import in_ranks, run_ranks
+from support.native_extension import SHARED_MEMORY
+from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 from torch import nn
 
 import psengine
 from psengine.errors import ConfigurationError, ReductionError, ReplicaMismatchError
 from psengine.strategies.registry import resolve_strategy
+from psengine.strategies.sharding import sync as sharding
 
 SHARDED = "sync:shard_optimizer=true"
 
@@ -227,6 +229,34 @@ def loss_of(model: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
 
 def values_of(model: nn.Module) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def asked_alone(rank: int, world_size: int, collective: str) -> str:
+    sharding.LATE_S = 0.5
+    model, optimizer = make_pair(collective)
+    loss_of(model, rank).backward()
+    optimizer.step()
+    whole = optimizer.state_dict()
+    if rank == 0:
+        assert_same(optimizer.state_dict(), whole)  # once more, while nothing has changed
+    loss_of(model, rank, 1).backward()
+    optimizer.step()
+    try:
+        if rank == 0:
+            optimizer.state_dict()
+        loss_of(model, rank, 2).backward()
+    except psengine.PSEngineError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("collective", ["c10d", SHARED_MEMORY])
+def test_a_rank_that_asks_for_the_state_alone_is_named_first(collective):
+    first, second = run_ranks_to_any_end(asked_alone, 2, collective, group_timeout_s=20)
+    assert first.value.startswith("ConfigurationError: optimizer.state_dict() puts the parts of all ranks together")
+    assert "got one on rank 0, and rank 1 (process " in first.value
+    assert "in all-reduce of gradient bucket 0" in first.value
+    assert "PeerLostError" in str(second.value or second.error)
 
 
 def scaled(rank: int, world_size: int, collective: str) -> None:

@@ -11,6 +11,7 @@ The bits are those of "sync" with the plain optimizer, because each element is s
 from __future__ import annotations
 
 import copy
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from typing_extensions import override
 
 from psengine.codecs.base import Codec
+from psengine.collectives.base import Collective
 from psengine.errors import ConfigurationError
 from psengine.specification import specified
 from psengine.strategies.exchange import Step
@@ -32,6 +34,10 @@ from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.strategies.verification import verify_replicas
 from psengine.tensors.objects import from_bytes, to_bytes
 from psengine.tensors.share import Share
+from psengine.tracing.stall_inspector import SHORTEST_GRACE_S, inspector, stall_after_s
+
+# How long a rank that asks for the whole state waits until it asks where the others are.
+LATE_S = 10.0
 
 # Of torch's optimizers those that look at more of a parameter than one element at a time, or exchange it themselves.
 NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "ZeroRedundancyOptimizer")
@@ -56,6 +62,7 @@ class SyncShardedOptimizer(SyncAllReduce):
     def _forget(self) -> None:
         self._flat: FlatParameters | None = None
         self._optimizer: Any = None
+        self._is_whole, self._fetches = False, 0  # the optimizer's state is, on all ranks; how often that was made
 
     @property
     @override
@@ -151,7 +158,7 @@ class SyncShardedOptimizer(SyncAllReduce):
     @override
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """Step this rank's range; return when all parameters are stepped. All ranks call it."""
-        flat = self._placed()
+        flat, self._is_whole = self._placed(), False
         unhooked_step = _unhooked_step_of(self._optimizer)
 
         def step_range() -> None:
@@ -195,8 +202,16 @@ class SyncShardedOptimizer(SyncAllReduce):
 
     @override
     def fetch_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let ``optimizer.state`` be whole until the next step, put together of all ranks'; all ranks call it."""
+        """Let ``optimizer.state`` be whole until the next step, put together of all ranks'; all ranks call it.
+
+        Raises:
+            ConfigurationError: others wait in another operation.
+        """
         flat, collective, state = self._placed(), self.collective, optimizer.state
+        if self._is_whole:
+            return  # this rank may ask again, alone
+        self._fetches += 1
+        _meet(collective, self._fetches)
         self._cut_state()
         own = [state.pop(piece.values, None) for pieces in flat.own.values() for piece in pieces]
         for rank in range(collective.world_size):
@@ -207,6 +222,43 @@ class SyncShardedOptimizer(SyncAllReduce):
             for piece, entry in zip(pieces, entries, strict=True):
                 if entry is not None:
                     _write(entry, piece, state[piece.parameter])
+        self._is_whole = True
+
+    @override
+    def store_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
+        self._is_whole = False
+
+
+def _meet(collective: Collective, number: int) -> None:
+    """Wait at the rendezvous store until all ranks are here: a collective operation would meet those of others.
+
+    Raises:
+        ConfigurationError: others wait in another operation.
+    """
+    liveness = collective.liveness
+    if liveness is None or collective.world_size == 1:
+        return
+    what = "optimizer state (every rank calls optimizer.state_dict())"
+    here, began_s = f"optimizer state {number}", time.monotonic()
+    ask_s = began_s + LATE_S
+    with inspector.watch(liveness, what, stall_after_s()):
+        liveness.arrive(here)
+        while (absent := liveness.absent(here)) and not liveness.lost_processes():
+            time.sleep(min(0.1, 0.001 + (time.monotonic() - began_s) / 10))
+            if time.monotonic() < ask_s:
+                continue
+            question, ask_s = liveness.ask(), time.monotonic() + LATE_S
+            time.sleep(SHORTEST_GRACE_S)
+            found = liveness.answers(question)
+            elsewhere = [
+                f"{liveness.describe(rank)} in {found[rank]}" for rank in absent if found.get(rank, what) != what
+            ]
+            if elsewhere:
+                raise ConfigurationError(
+                    "optimizer.state_dict() puts the parts of all ranks together under shard_optimizer=true (expected"
+                    f" a call on every rank, got one on rank {collective.rank}, and {'; '.join(elsewhere)}). Fix: call"
+                    " it on every rank, and save what it returns on the main process."
+                )
 
 
 def _unhooked_step_of(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
