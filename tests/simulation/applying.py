@@ -165,7 +165,7 @@ class ApplyingJob(Job):
         process.land(push, landing)
         self.answered += 1
         key, answer, chunk = push.key, push.answer, self.chunks[push.key]
-        may_be = (None, "abstained", "stale")[: 2 + (self.scenario.max_staleness is not None)]
+        may_be = (None, "abstained", "overflow", "stale")[: 3 + (self.scenario.max_staleness is not None)]
         require(refused in may_be, "a push of chunk {} was refused: {}", key, refused)
         if refused == "stale" and (process.number, key) in self._residuals:
             self._residuals[process.number, key] = self._former[process.number, key]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from simulation.reference import Values
 
 # ---- shards --------------------------------------------------------------------------------------------------------
@@ -18,7 +20,15 @@ def _rules(shard: Any, job: int) -> dict[int, Any]:
 def chunks(shard: Any, job: int) -> Iterator[tuple[int, int, Values]]:
     """(key, version, values) of each chunk."""
     for key, rule in _rules(shard, job).items():
-        yield key, rule.version, rule.values.numpy().copy()
+        yield key, rule.version, rule.values.numpy().copy() if rule.spec.table is None else _rows(rule)
+
+
+def _rows(rule: Any) -> Values:
+    """All that a part of a table has, as ``tables.py`` lays it out."""
+    ids, rows, states, stamps = (tensor.numpy() for tensor in rule.table.changed_since(-1))
+    found = np.zeros((rule.spec.table.rows, 2 + rows.shape[1] + states.shape[1]))
+    found[ids] = np.concatenate([np.ones((len(ids), 1)), stamps[:, None], rows, states], axis=1)
+    return np.concatenate([[rule.version], found.ravel()])
 
 
 def view_number(shard: Any, number: int) -> tuple[int, int]:

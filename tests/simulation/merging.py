@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,12 +27,12 @@ class MergingJob(ApplyingJob):
 
     def __init__(self, world) -> None:
         super().__init__(world)
-        self.optimizer = "merge"
+        self.optimizer, self._tolerance = "merge", 0.0
         self.rule = {"name": "merge", "quorum": self.scenario.quorum, "grace": self.scenario.grace}
         # By its number, the contributions that a decision names: (process, step) of each.
         self._decided: dict[int, Updates] = {}
         # By decision and chunk, the contributions that were merged.
-        self._merged: dict[int, dict[int, Updates]] = defaultdict(dict)
+        self._updates: dict[int, dict[int, Updates]] = defaultdict(dict)
         self._told: set[int] = set()  # decisions that a shard has heard of
         self._last: dict[tuple[int, int], int] = {}  # (life of a server, chunk) -> its last decision
         self._weights: dict[tuple[int, int], float] = {}
@@ -132,7 +132,7 @@ class MergingJob(ApplyingJob):
     def _begin(self, server, key: int, version: int, values: Values) -> None:
         super()._begin(server, key, version, values)
         self._decided.clear()
-        self._merged.clear()
+        self._updates.clear()
 
     def _take(self, server, shard: Any, key: int, version: int, values: Values, push: Message | None) -> None:
         """A chunk has a new version: that of one merge, or of several that waited for each other."""
@@ -145,7 +145,8 @@ class MergingJob(ApplyingJob):
         for count in range(len(open_) + 1):
             for left_out in itertools.combinations(open_, count):
                 found = self._follow(key, [number for number in numbers if number not in left_out])
-                if len(found) == version - chunk.version and np.array_equal(found[-1][1].values, values):
+                if len(found) == version - chunk.version and self._is_near(found[-1][1].values, values):
+                    found[-1][1].values = values
                     for number, after in found:
                         before = chunk.versions[chunk.version]
                         chunk.versions[chunk.version + 1] = after
@@ -166,25 +167,30 @@ class MergingJob(ApplyingJob):
 
     def _merge(self, key: int, before: Version, number: int) -> Version:
         """The state after a decision; the same where nothing of it is there."""
-        chunk, parts = self.chunks[key], []
+        chunk = self.chunks[key]
         ranks = {process.number: process.rank for process in self.world.all_processes}
         updates = sorted(self._decided[number], key=lambda update: ranks[update[0]])
         # A coordinator that restarted may name again what some chunks have merged.
         updates = [one for one in updates if key in self.taken[one] and one not in before.updates]
         updates = [one for one in updates if chunk.pushed.get(one) is not None]
-        for update in updates:
-            values = chunk.pushed[update]
-            assert values is not None
-            dtype = before.values.dtype
-            parts.append((values.astype(dtype), dtype.type(self._weights[update])))
-        if not parts:
+        pushed = [values for update in updates if (values := chunk.pushed[update]) is not None]
+        if not updates:
             return before
-        after = before.values - average(parts)
+        after = self._merged(before.values, updates, pushed)
         return Version(after, State(after), before.updates | set(updates))
+
+    def _merged(self, before: Values, updates: Sequence[tuple[int, int]], pushed: Sequence[Values]) -> Values:
+        """The values after a merge of what was ``pushed``."""
+        dtype = before.dtype
+        weights = [dtype.type(self._weights[update]) for update in updates]
+        return before - average([(values.astype(dtype), one) for values, one in zip(pushed, weights, strict=True)])
+
+    def _is_near(self, expected: Values, values: Values) -> bool:
+        return np.allclose(expected, values, rtol=self._tolerance, atol=self._tolerance)
 
     def _check_same(self, number: int, key: int, updates: Updates) -> None:
         """The same contributions in every chunk, where no server has gone back to a snapshot, and lost some."""
-        merged = self._merged[number]
+        merged = self._updates[number]
         merged[key] = updates
         if self.scenario.keeps_updates or not self._restored:
             is_same = len(set(merged.values())) == 1

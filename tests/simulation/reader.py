@@ -17,6 +17,7 @@ from simulation.violation import require
 from simulation.worker import WorkerProcess
 
 LONGEST_REST_S = 0.4
+MOST_ROWS = 1 << 12  # all of a part
 # A job without values yet, or no more; then the layout is read anew.
 NO_VALUES = (ErrorCode.NOT_READY, ErrorCode.UNKNOWN_KEY)
 
@@ -46,7 +47,9 @@ class ReaderProcess(WorkerProcess):
             yield self._rng.random() * LONGEST_REST_S
             spec = self._rng.choice(layout)
             landing = torch.zeros(spec.numel, dtype=spec.dtype)
-            request = self.session.pull(spec.key, [landing])
+            is_table = spec.table is not None
+            scan = {"scan": 0, "most": MOST_ROWS} if is_table else {}
+            request = self.session.pull(spec.key, () if is_table else [landing], **scan)
             yield [request]
             answer = request.wait()
             self.check_term(answer)
@@ -55,5 +58,5 @@ class ReaderProcess(WorkerProcess):
             where = "a reader got version {} of chunk {} after version {}"
             require(answer.version >= former, where, answer.version, spec.key, former)
             self._seen[place] = answer.version
-            self.world.job.read(self, spec.key, landing, answer)
+            self.world.job.read(self, spec.key, answer.payload if is_table else landing, answer)
             self.world.counts["reads"] += 1

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from psengine.protocol.messages import DURABILITY_TIERS
+from psengine.protocol.messages import DURABILITY_TIERS, MAX_WORKERS
 
 
 class Fault(NamedTuple):
@@ -40,6 +40,8 @@ class Scenario:
         optimizer: of "apply": "SGD", "momentum" or "Adam".
         compensation: of "apply": the strength of its delay compensation.
         scales: of "apply": whether stale gradients count less.
+        tables: of "apply" and "merge": the optimizer of rows, where chunks are parts of tables; "" has none.
+        evicts: whether a table has no room for all of its rows.
         workers: that the job is begun with.
         joins_s: when further workers come.
         leaves: by rank, how many steps a worker takes; others take ``steps``.
@@ -74,6 +76,8 @@ class Scenario:
     optimizer: str = "SGD"
     compensation: float = 0.0
     scales: bool = False
+    tables: str = ""
+    evicts: bool = False
     workers: int = 2
     joins_s: tuple[float, ...] = ()
     leaves: tuple[tuple[int, int], ...] = ()
@@ -196,6 +200,7 @@ OF_WORKERS = ("kill worker", "stop worker", "zombie", "evict")
 OF_DISKS = ("fsync fails", "disk full", "bits flip")
 READERS = 0.2  # in so many scenarios
 COMPANIONS = 0.2  # in so many scenarios
+TABLES = 0.4  # in so many of the rules that tables have
 OTHER_SEEDS = 1 << 32
 FAULTY_S = 4.0
 WAITS_S = 2.0
@@ -324,11 +329,30 @@ def _draw_job(seed: int) -> Scenario:
     elif rng.random() < 0.5:
         scenario = replace(scenario, shares=rng.choice((scenario.ranks, scenario.ranks, 1)))
     scenario = replace(scenario, has_reader=random.Random(f"reader {seed}").random() < READERS)
+    scenario = _with_tables(scenario)
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
     faults = sorted((_draw_fault(rng, scenario) for _ in range(count)), key=lambda fault: fault.at_s)
     if scenario.servers > 1 and rng.random() < 0.1:
         faults = [_draw_long_cut(rng, scenario)]
     return replace(scenario, faults=tuple(faults))
+
+
+def _with_tables(scenario: Scenario) -> Scenario:
+    rng = random.Random(f"tables {scenario.seed}")
+    if scenario.rule == "average" or rng.random() > TABLES:
+        return scenario
+    return replace(
+        scenario,
+        tables=rng.choice(("sgd", "sgd", "adagrad", "rowwise_adagrad")),
+        evicts=rng.random() < 0.7,
+        quorum=MAX_WORKERS,
+        **dict.fromkeys(("grace", "compensation"), 0.0),
+        codec="",
+        scales=False,
+        # Snapshots of what has changed come once there are rows.
+        steps=2 * scenario.steps,
+        snapshot_s=None if scenario.snapshot_s is None else 0.3,
+    )
 
 
 def _draw_elastic(seed: int) -> Scenario:

@@ -197,7 +197,7 @@ class Snapshots:
         if index == 0:
             known = thread.known if thread.coordinators is None else thread.coordinators.to_meta()
             captured.state.coordinators = {number: one for number, one in known.items() if one is not None}
-        captured.state.shards[index] = thread.shard.capture()
+        captured.state.shards[index] = thread.shard.capture(self.store.last + 1, self.store.kept_rows())
         for training in self.world.trainings:
             captured.note.setdefault(training.number, {}).update(training.job.captured(thread.shard))
         if self.logs:

@@ -25,6 +25,7 @@ from simulation.merging import MergingJob
 from simulation.reader import ReaderProcess
 from simulation.scenario import Scenario
 from simulation.server import ServerProcess
+from simulation.tables import ApplyingTablesJob, MergingTablesJob
 from simulation.views import Views
 from simulation.violation import require
 from simulation.worker import WorkerProcess
@@ -35,7 +36,14 @@ if TYPE_CHECKING:
 # A few chunks, in every second job.
 CREDIT_BYTES = 200
 TIMEOUT_S = 300.0
-JOBS: dict[str, type[Job]] = {"apply": ApplyingJob, "average": AveragingJob, "merge": MergingJob, "elastic": ElasticJob}
+JOBS: dict[str, type[Job]] = {
+    "apply": ApplyingJob,
+    "apply tables": ApplyingTablesJob,
+    "average": AveragingJob,
+    "merge": MergingJob,
+    "merge tables": MergingTablesJob,
+    "elastic": ElasticJob,
+}
 OPERATOR_S = 0.25
 REST_S = 0.3
 # How workers may end that have not come to the end of their training.
@@ -102,7 +110,7 @@ class Training:
         self.all_processes: list[WorkerProcess] = []
         self.views = Views(self)
         self.liveness = Liveness(self)
-        self.job = JOBS[scenario.rule](self)
+        self.job = JOBS[f"{scenario.rule} tables" if scenario.tables else scenario.rule](self)
         self.groups = Groups(self)
         self.running: WorkerProcess | None = None
 
@@ -141,10 +149,13 @@ class Training:
         self.clock.after(OPERATOR_S, self._operate)
 
     def start_anew(self) -> None:
-        """Servers have lost all that they had: all workers begin once more."""
-        for process in list(self.processes):
+        """Servers have lost all that they had, the elector's terms too: all workers and readers begin once more."""
+        for process in [*self.processes, *self.readers]:
             if not process.is_dead:
                 process.kill()
+        if self.readers:
+            self.readers.clear()
+            self.clock.after(REST_S, self._start_reader)
         for slot in self.slots:
             slot.process, slot.rest_s, slot.is_done = None, REST_S, False
         self.zombies.clear()

@@ -16,6 +16,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {}
 # By name: what else is patched meanwhile, where one place guards another.
 BESIDE: dict[str, list[tuple[Any, str, Any]]] = {}
 OF_FOLLOWERS: set[str] = set()  # those that may be found where servers have followers
+OF_TABLES: set[str] = set()  # ... where there are tables
 
 
 @contextmanager
@@ -96,6 +97,7 @@ def seeds_until_found(name: str, limit: int) -> tuple[int, str]:
             scenario = draw(seed)
             is_skipped = is_elastic and scenario.rule != "elastic"
             is_skipped |= name in OF_FOLLOWERS and not scenario.has_followers
+            is_skipped |= name in OF_TABLES and not scenario.tables
             violation = "" if is_skipped else run(scenario).violation
             if violation:
                 return seed + 1, violation

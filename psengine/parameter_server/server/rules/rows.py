@@ -242,10 +242,14 @@ class MergedRows(Merge, Rows):
 
     @override
     def use(self, given: Sequence[Contribution]) -> None:
-        """All contributions count or none: with one that overflowed, native DDP's scaler leaves out the whole step."""
+        """All contributions count or none: with one that overflowed, native DDP's scaler leaves out the whole step.
+
+        It is a merge all the same, and counts as one.
+        """
         if not any(one.overflow for one in given):
             Rows.use(self, given)
             return
+        self.version += 1
         for one in given:
             self.workers[one.rank].refused = "overflow"
             self.context.discarded(one, self.spec, "overflow")
