@@ -173,6 +173,21 @@ def test_a_cut_link_that_heals_leaves_the_weights_as_they_would_be(tmp_path, str
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", OVER_SERVERS[:3])
+def test_a_cut_of_the_servers_link_for_two_leases_ends_nobody(tmp_path, strategy):
+    lease_s, steps = 2.0, 60
+    with worker_processes(tmp_path, [strategy], steps=steps, pause_s=0.15, lease_s=lease_s) as trained:
+        trained.await_step(strategy, 3)
+        trained.hosts[0].cut()
+        time.sleep(2 * lease_s)
+        assert trained.steps(strategy, 0) < steps, "the cut came too late"
+        trained.hosts[0].mend()
+        assert_undisturbed(trained, strategy)
+        (server,) = trained.servers
+        assert "evicted" not in server.stdout + server.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "collective"),
     [*((strategy, "auto") for strategy in OVER_COLLECTIVES[:3]), ("sync", "hierarchical")],

@@ -537,7 +537,6 @@ def test_a_job_whose_last_worker_failed_has_not_ended():
 def test_a_job_whose_workers_all_died_has_neither_their_rule_nor_their_number():
     bench, *_ = crew(AVERAGE, 4)
     bench.wait(LEASE_S + 1)
-    assert not bench.job.workers.present
     bench.rule, bench.world_size = AVERAGE | {"compress": "int8"}, 2
     assert bench.team(2)[1].view == bench.view
 
@@ -569,7 +568,10 @@ def test_nobody_goes_on_from_another_runs_values_unasked(rule, with_disk):
     error = stranger.last(MessageType.ERROR)
     assert (error.sequence, error.body["code"]) == (1, ErrorCode.OTHER_RUN)
     assert "trained by run and another launcher's" in error.body["text"]
-    assert bench.status.workers == ()
+    if not with_disk:  # it turns away whoever comes while they are silent
+        assert [one.rank for one in bench.status.workers] == [0, 1, 2]
+        for rank in range(3):
+            bench.coordinators.evict("job", rank, bench.now_s)
     nameless = bench.worker(1, run="")
     assert nameless.hello() == "ready"
     assert "PSENGINE_CONTINUE=1" in nameless.welcome["warning"]
@@ -585,6 +587,33 @@ def test_values_that_nobody_trained_keep_nobody_from_beginning_anew():
     second.leave(untouched=True, failed=True)
     bench.rule = MERGE
     assert bench.worker(0, run="another").hello() == "initialise"
+
+
+@pytest.mark.parametrize("rule", [AVERAGE, APPLY, ELASTIC], ids=lambda rule: rule["name"])
+def test_a_cut_of_everybody_for_two_leases_ends_nobody(rule):
+    """Whoever returns goes on in the same view; the others have a lease from then on."""
+    bench, first, second = crew(rule)
+    view = bench.view
+    bench.ended |= {first.route, second.route}
+    bench.wait(2 * LEASE_S)
+    first.reconnect()
+    bench.wait(LEASE_S - 0.5, first)
+    second.reconnect()
+    bench.wait(2 * LEASE_S, first, second)
+    assert (bench.ranks, bench.view.number) == ([0, 1], view.number)
+    bench.wait(LEASE_S + 1, first)
+    assert bench.ranks == [0]
+
+
+@pytest.mark.parametrize("rule", [AVERAGE, APPLY, ELASTIC], ids=lambda rule: rule["name"])
+def test_a_joiner_waits_one_lease_for_a_sole_member_that_is_silent(rule):
+    bench, _ = crew(rule, 1)
+    bench.wait(10 * LEASE_S)
+    assert bench.ranks == [0]
+    joiner = bench.worker(1)
+    joiner.hello()
+    bench.wait(LEASE_S + 2 * HEARTBEAT_S, joiner)
+    assert [one.rank for one in bench.job.workers.present] == [1]
 
 
 def test_a_run_of_which_some_never_came_has_not_ended():

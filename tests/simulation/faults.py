@@ -103,6 +103,8 @@ def _cut(world, fault: Fault) -> None:
     cut = Cut(None if fault.detail > 0.8 else fault.rank, None if fault.detail < 0.2 else fault.server, directions)
     if fault.kind == "cut off":
         cut = Cut(fault.rank, fault.server, (UP, DOWN))
+    elif fault.kind == "cut all":
+        cut = Cut(None, None, (UP, DOWN))
     world.network.begin(cut)
     world.clock.after(fault.lasts_s, lambda: world.network.end(cut, loses=choice % 3 == 0))
 
@@ -269,6 +271,7 @@ _BEGIN = {
     "break": _break,
     "cut": _cut,
     "cut off": _cut,
+    "cut all": _cut,
     "slow": _slow,
     "kill worker": _kill_worker,
     "stop worker": _stop_worker,

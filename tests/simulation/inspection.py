@@ -84,6 +84,12 @@ def awaits(server: Any, name: str, rank: int) -> bool:
     return job is not None and rank in job.missing
 
 
+def evicted_count(server: Any, name: str) -> int:
+    """How many members this life of a server has put out of a job."""
+    job = server.coordinators.find(name)
+    return 0 if job is None else job.evicted
+
+
 def worker_state(server: Any, name: str, rank: int, incarnation: int) -> str:
     """What a job's coordinator says of a worker; "" where it does not know it."""
     job = server.coordinators.find(name)

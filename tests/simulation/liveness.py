@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from simulation import inspection
-from simulation.violation import Violation
+from simulation.violation import Violation, require
 
 # Beside the lease, what was restarted and what others compute.
 SLACK_S = 2.0
@@ -30,6 +30,9 @@ class Liveness:
     def _check(self) -> None:
         world = self._world
         world.clock.after(CHECK_S, self._check)
+        if {fault.kind for fault in world.cluster.scenario.faults} == {"cut all"}:
+            evicted = inspection.evicted_count(world.lead, world.name)
+            require(not evicted, "a cut of everybody ended {} leases: {}", evicted, world.where())
         calm_s, longest_s, spared = world.faults.calm_s, self._longest_s, -1
         if world.faults.cut_off is not None:
             spared, calm_s = world.faults.cut_off

@@ -197,6 +197,8 @@ ELASTIC_MOMENTS = (
     *("state", "averages", "description", "a", "barrier", "gradient", "order", "numbers", "buffers", "buffers"),
 )
 OF_WORKERS = ("kill worker", "stop worker", "zombie", "evict")
+# In so many scenarios nobody reaches a server for two leases, and nothing else fails; in as many beside other faults.
+CUTS_OF_ALL = 0.04
 OF_DISKS = ("fsync fails", "disk full", "bits flip")
 READERS = 0.2  # in so many scenarios
 COMPANIONS = 0.2  # in so many scenarios
@@ -226,6 +228,10 @@ def draw(seed: int) -> Scenario:
     scenario = _draw_elastic(seed) if seed % ELASTIC_SEEDS == ELASTIC_SEEDS - 1 else _draw_job(seed)
     if seed % FOLLOWER_SEEDS == FOLLOWER_SEEDS - 1:
         scenario = _with_followers(scenario)
+    elif (chance := random.Random(f"cut of all {seed}").random()) < 2 * CUTS_OF_ALL:
+        cut = Fault("cut all", round(0.2 + 50 * chance, 3), 2 * scenario.lease_s, detail=round(20 * chance, 3))
+        # Alone it ends nobody: see ``Liveness``.
+        scenario = replace(scenario, faults=(*(scenario.faults if chance > CUTS_OF_ALL else ()), cut))
     is_cut_off = any(one.kind == "cut off" for one in scenario.faults)
     return _asking(scenario if is_cut_off else _with_companion(scenario))
 

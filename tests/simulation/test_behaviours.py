@@ -54,6 +54,7 @@ BEHAVIOURS = {
     # ---- silence
     "a worker goes on after its lease": _with(AVERAGE, Fault("stop worker", 1.0, 2.5, 1)),
     "an update is open while its worker is out": _with(BOUND, Fault("stop worker", 1.0, 2.5, 1, on="PUSH")),
+    "everybody is cut off for two leases": _with(replace(AVERAGE, steps=12), Fault("cut all", 0.5, 2.0, detail=0.3)),
     "the lead stands still": _with(AVERAGE, Fault("stop server", 1.0, 5.0)),
     "a worker cannot reach a server": _with(AVERAGE, Fault("cut", 1.0, 4.0, 1, 1, 0.5)),
     "two workers cannot reach a server each": _with(

@@ -38,6 +38,7 @@ plant("a view has no decisions", Coordinator, "_publish", _with_view(releases=la
 plant("a view does not wait for what members have completed", Coordinator, "_unprepared", constant([]))
 plant("a worker may leave at once", module, "may_leave", constant(True))
 plant("no lease ever ends", Coordinator, "_put_out_silent", constant(None))
+plant("a lease ends though nobody is heard", Coordinator, "_others_outlast", constant(True))
 plant("a restarted shard is not heard of", Coordinator, "_hear_life", constant(None))
 plant("who is cut off from a shard stays", Coordinator, "_put_out_cut_off", constant(None))
 plant("no donor is asked", Coordinator, "_ask_donor", constant(None))

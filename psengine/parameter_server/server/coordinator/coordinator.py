@@ -94,6 +94,8 @@ class Coordinator(JobMemory):
         self._lease_s = interfaces.settings.lease_s
         self._outgoing: list[Outgoing] = []
         self._now_s = 0.0
+        # When somebody was heard last, and since when somebody is heard again after all were silent.
+        self._heard_s = self._leases_begin_s = -math.inf
         self._decisions = Decisions(self)
         # Registration.
         self._registrar: Worker | None = None
@@ -124,6 +126,7 @@ class Coordinator(JobMemory):
             ProtocolError: it is refused; ``code`` says how to answer.
         """
         self._now_s = now_s
+        self._hear()
         if message.type is MessageType.HELLO:
             self._hello(message, sender)
             return self._settled()
@@ -258,6 +261,11 @@ class Coordinator(JobMemory):
         is_another = "rule" in message.body and message.body["run"] not in self.runs
         if is_untrained and is_another and not any(one.has_rule for one in self.workers.present):
             self._begin_anew()  # with this worker's initial values
+        if self.averages and message.body.get("rule", self.rule) != self.rule and not self.here_count:
+            for worker in self.workers.present:
+                self._put_out(worker, "evicted", "silent for longer than its lease, and another job has its name")
+            self._resume()
+            self._change_view()
         self._check(message.body)
         message, view = self._judge_claims(message, sender)
         rank = self.workers.rank_for(message, sender.user_id)
@@ -747,9 +755,26 @@ class Coordinator(JobMemory):
         text = f"worker {worker.rank} (process {worker.pid} on {worker.host}) {text}"
         self._interfaces.note(kind, text, job=self.name, worker=worker.rank)
 
+    def _hear(self) -> None:
+        """Somebody says something of this job, be it only that it wants to join, or the rank of another.
+
+        Where nobody was heard for half a lease, the server may have been cut off from all: leases begin anew.
+        """
+        if self._lease_s / 2 < self._now_s - self._heard_s < math.inf:
+            self._leases_begin_s = self._now_s
+        self._heard_s = self._now_s
+
+    def _others_outlast(self, since_s: float) -> bool:
+        """Whether somebody was heard more than a lease after that moment: who is silent since then is so alone."""
+        return self._heard_s - max(since_s, self._leases_begin_s) > self._lease_s
+
+    def _is_here(self, worker: Worker) -> bool:
+        return self._now_s - worker.last_heard_s <= self._lease_s
+
     def _put_out_silent(self) -> None:
         for worker in self.workers.present:
-            if (silent_s := self._now_s - worker.last_heard_s) > self._lease_s:
+            silent_s, is_member = self._now_s - worker.last_heard_s, worker.state is WorkerState.MEMBER
+            if silent_s > self._lease_s and (not is_member or self._others_outlast(worker.last_heard_s)):
                 self._put_out(worker, "evicted", f"silent for {silent_s:.1f} s, longer than its lease")
 
     def _put_out_cut_off(self) -> None:
@@ -781,8 +806,8 @@ class Coordinator(JobMemory):
 
     def _turn_away(self) -> None:
         """Where no member is left, nobody goes on from what another run has trained without saying so."""
-        waiting = self.workers.waiting
-        if self.averages or not self.is_trained or self.workers.members:
+        waiting, members = self.workers.waiting, self.workers.members
+        if self.averages or not (self.is_trained or members) or any(map(self._is_here, members)):
             return
         if any(one.continues or (one.run and one.run in self.runs) for one in waiting):
             return  # the others join it
@@ -922,9 +947,14 @@ class Coordinator(JobMemory):
 
     @property
     def remembered_count(self) -> int:
-        """Workers that are here, or were put out less than a lease ago and may come back."""
+        """Workers that are here, or whose lease ended less than a lease ago: they may come back."""
         gone = [one for one in self.workers.of(WorkerState.GONE) if one.why_gone == "evicted"]
-        return len(self.workers.present) + sum(self._now_s - one.last_heard_s <= 2 * self._lease_s for one in gone)
+        return sum(self._now_s - one.last_heard_s <= 2 * self._lease_s for one in (*self.workers.present, *gone))
+
+    @property
+    def here_count(self) -> int:
+        """Workers that were heard within a lease."""
+        return sum(map(self._is_here, self.workers.present))
 
     def status(self, now_s: float) -> CoordinatedJob:
         """The job as it is now."""

@@ -82,7 +82,7 @@ class Coordinators:
     def _make_room(self, name: str) -> None:
         if len(self.by_number) >= MAX_JOBS:
             for number, job in list(self.by_number.items()):
-                if not job.workers.present and (job.averages or job.state is JobState.NEW):
+                if not job.here_count and (job.averages or job.state is JobState.NEW):
                     self._drop(number)
         if len(self.by_number) >= MAX_JOBS:
             raise too_many_jobs(MAX_JOBS, name)
@@ -114,9 +114,9 @@ class Coordinators:
         found = self.find(job)
         if found is None:
             return None
-        if not found.workers.present:
+        if not found.here_count:
             self._drop(found.number)
-        return len(found.workers.present)
+        return found.here_count
 
     def _drop(self, number: int) -> None:
         del self.by_number[number]
@@ -133,7 +133,7 @@ class Coordinators:
 
     def training_count(self) -> int:
         """Workers of all jobs, without those that wait for a job's first view."""
-        return sum(len(job.workers.present) for job in self.by_number.values() if job.view is not None)
+        return sum(job.here_count for job in self.by_number.values() if job.view is not None)
 
     def status(self, now_s: float) -> dict[str, CoordinatedJob]:
         """The jobs as they are now, by name."""

@@ -193,7 +193,9 @@ class ElasticCoordinator(Coordinator):
                 worker.ended_s = None
             elif worker.ended_s is None:
                 worker.ended_s = self._now_s
-            elif self._now_s - worker.ended_s >= self._interfaces.settings.heartbeat_s:
+            elif self._now_s - worker.ended_s < self._interfaces.settings.heartbeat_s:
+                continue
+            elif self._heard_s > worker.ended_s and self._now_s - self._leases_begin_s >= self._lease_s:
                 self._put_out(worker, "evicted", "its connection has ended, and it made no other one")
 
     @override
