@@ -4,7 +4,11 @@ A contribution is a function of rank, step, chunk and model, so whoever knows th
 average can compute the model after it. The oracle looks for the workers whose contributions, added in the order of
 ranks, have the bits that a worker got; they are the same in all chunks, and every other worker gets the same.
 
-A step to which nobody contributed has no average, and does not change the model.
+A step to which nobody contributed has no average, and does not change the parameters.
+
+Some jobs have buffers, which each worker changes in its own way before a step, and a usage map with a bit for each
+worker. After a step all have the buffers of the lowest rank that took part, as native DDP's broadcast makes them; the
+sum of maps says who that is, each once.
 
 A finished step is undone only where nobody holds it any more: whoever had it is dead, or was put out.
 
@@ -27,7 +31,7 @@ import torch
 from psengine.errors import FencedError, ServerRefusedError
 from psengine.parameter_server.client import join
 from psengine.parameter_server.client.flow import Flow
-from psengine.protocol.layout import ChunkSpec
+from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import ErrorCode
 from simulation.job import Job
 from simulation.reference import Values, average, layout, numbers
@@ -37,11 +41,12 @@ SIZES = np.array([1.0, 1e-8, 1.0, 1e8, 1e16])
 CODED_NUMEL, CODED_VALUE = 256, 12.0  # divisible by the numbers of workers
 WEIGHTS = (0.0, 1.0, 1.0, 2.0, 8.0)  # of batches
 STATE_BLOB = "worker_state"
+BUFFERS = ((torch.float64, 3), (torch.int64, 2))  # dtype and numel, as of running statistics and counts of batches
 
 
 @dataclass
 class Replica:
-    """A worker's model."""
+    """A worker's model: parameters, and then buffers."""
 
     values: list[torch.Tensor]
     step: int = 0
@@ -59,13 +64,13 @@ class Finished:
     Attributes:
         base: the model before it.
         contributors: whose gradients are in its averages.
-        averages: by chunk.
+        answers: by chunk: averages, the buffers after the step, and the sum of maps.
         holders: processes that have it, and when they got it.
     """
 
     base: bytes
     contributors: tuple[int, ...]
-    averages: list[Values]
+    answers: list[Values]
     holders: dict[Any, float] = field(default_factory=dict)
 
 
@@ -77,7 +82,16 @@ class AveragingJob(Job):
         scenario = self.scenario
         self._numel = CODED_NUMEL if scenario.codec else len(SIZES)
         self._dtype = torch.float32 if scenario.codec not in ("", "fp32") else torch.float64
-        self.specs = layout(scenario.chunks, self._numel, self._dtype)
+        self._parameters = self.specs = layout(scenario.chunks, self._numel, self._dtype)
+        if scenario.has_buffers:
+            kinds = [(ChunkKind.BUFFER, *buffer) for buffer in BUFFERS]
+            kinds.append((ChunkKind.USAGE, torch.int32, 1))
+            self.specs = self.specs + [
+                ChunkSpec(key, kind, dtype, numel, (Segment(f"b{key}", (numel,), (1,), 0, numel),))
+                for key, (kind, dtype, numel) in enumerate(kinds, scenario.chunks)
+            ]
+        self._buffers = [spec for spec in self.specs if spec.kind is ChunkKind.BUFFER]
+        self._held = [*self._parameters, *self._buffers]  # by workers, in this order
         self.rule: dict[str, Any] = {"name": "average"}
         self._finished: dict[int, Finished] = {}
         self._leads: dict[Any, int] = {}  # the life of the lead in which this process completed a step last
@@ -92,12 +106,12 @@ class AveragingJob(Job):
 
     def program(self, process) -> Flow[None]:
         """Train."""
-        replica = Replica([torch.zeros(self._numel, dtype=self._dtype) for _ in self.specs])
+        replica = Replica([torch.zeros(spec.numel, dtype=spec.dtype) for spec in self._held])
         begun_s = list[float]()
 
         def initial(spec: ChunkSpec) -> torch.Tensor:
             begun_s.append(self.world.clock.now_s)
-            return replica.values[spec.key].clone()
+            return replica.values[spec.key].clone() if spec in self._held else torch.zeros(spec.numel, dtype=spec.dtype)
 
         state = yield from process.enter(self.specs, initial)
         if state == "initialised":
@@ -116,7 +130,7 @@ class AveragingJob(Job):
 
     def _receive(self, process, replica: Replica, *, whole: bool) -> Flow[None]:
         try:
-            yield [process.session.pull(spec.key, [replica.values[spec.key]]) for spec in self.specs]
+            yield [process.session.pull(spec.key, [replica.values[spec.key]]) for spec in self._held]
             if whole:
                 blob = process.session.pull_piece(STATE_BLOB, 0)
                 yield [blob]
@@ -127,7 +141,7 @@ class AveragingJob(Job):
             raise FencedError("a server restarted meanwhile", ErrorCode.FENCED) from None
 
     def _step(self, process, replica: Replica) -> Flow[None]:
-        landings = [torch.zeros(self._numel, dtype=self._dtype) for _ in self.specs]
+        landings = [torch.zeros(spec.numel, dtype=spec.dtype) for spec in self.specs]
         yield from join.donate(process.receiver, lambda: self._deposit(process, replica))
         pushes = [self._push(process, replica, spec.key, landings[spec.key]) for spec in self.specs]
         process.session.end_step()
@@ -136,31 +150,36 @@ class AveragingJob(Job):
         self.answered += len(answers)
         refused = [one for answer in answers if (one := answer.body.get("refused")) not in (None, "abstained")]
         require(not refused, "worker {} was refused: {}", process.rank, refused)
-        counts = {push.counts for push in pushes}
+        gradients, others = pushes[: len(self._parameters)], pushes[len(self._parameters) :]
+        counts = {push.counts for push in gradients}
         require(len(counts) == 1, "step {} of worker {} counts in some chunks only", replica.step + 1, process.rank)
         for key, push in enumerate(pushes):
             process.land(push, landings[key])
             residual = process.session.residual(key)
             require(residual is None or not residual.any(), "chunk {} has a residual: {}", key, residual)
-        (is_empty, *others) = {push.is_empty for push in pushes}
-        require(not others, "step {} of worker {} has averages in some chunks only", replica.step + 1, process.rank)
-        for landing in landings if is_empty else ():
+        is_empty = all(push.is_empty for push in gradients)
+        are_whole = {push.is_empty for push in gradients} == {is_empty} and not any(push.is_empty for push in others)
+        require(are_whole, "step {} of worker {} has answers in some chunks only", replica.step + 1, process.rank)
+        for landing in landings[: len(gradients)] if is_empty else ():
             landing.zero_()  # what has landed was taken back
         if self.world.views.has(process):  # else it has yet to hear that it is out, and that its step was taken back
             _, weight = self._contribution(process.rank, replica.step + 1, 0, replica.base)
-            averages, is_in = [landing.numpy() for landing in landings], counts == {True} and weight > 0
-            self._complete(process, replica, averages, is_in=is_in, is_empty=is_empty)
-        for value, landing in zip(replica.values, landings, strict=True):
-            value.sub_(landing)
+            answers, is_in = [landing.numpy() for landing in landings], counts == {True} and weight > 0
+            self._complete(process, replica, answers, is_in=is_in, is_empty=is_empty)
+        for spec, value in zip(self._held, replica.values, strict=True):
+            value.copy_(landings[spec.key] if spec in self._buffers else value - landings[spec.key])
         replica.step += 1
 
     def _deposit(self, process, replica: Replica) -> Iterator[Any]:
         blob = torch.frombuffer(bytearray(struct.pack("<q", replica.step)), dtype=torch.uint8)
-        yield [process.session.store(spec.key, replica.values[spec.key].clone()) for spec in self.specs]
+        yield [process.session.store(spec.key, replica.values[spec.key].clone()) for spec in self._held]
         yield process.session.store_blob(STATE_BLOB, [blob])
 
     def _push(self, process, replica: Replica, key: int, landing: torch.Tensor) -> Any:
         process.check_lent(key)
+        if key >= len(self._parameters):
+            values = self._local(process.rank, replica.step + 1, key, replica.base)
+            return process.session.push(key, torch.from_numpy(values), [landing])
         values, weight = self._contribution(process.rank, replica.step + 1, key, replica.base)
         if weight:
             self._given[replica.step + 1, process.rank].add(replica.base)
@@ -182,6 +201,23 @@ class AveragingJob(Job):
         weight = WEIGHTS[int(len(WEIGHTS) * (numbers(1, seed, rank, step)[0] + 0.5))] if self.scenario.weighs else 1.0
         return numbers(len(SIZES), seed, rank, step, key, base) * SIZES, weight
 
+    def _local(self, rank: int, step: int, key: int, base: bytes) -> Values:
+        """What this worker's forward makes of a buffer before a step; or its usage map."""
+        spec = self.specs[key]
+        if spec.kind is ChunkKind.USAGE:
+            return np.array([1 << rank], np.int32)
+        former, change = self._split(base)[key], numbers(spec.numel, self.scenario.seed, rank, step, key)
+        return former + change if spec.dtype is torch.float64 else former + 1 + (100 * change).astype(np.int64)
+
+    def _split(self, base: bytes) -> list[Values]:
+        """A model's values, by chunk."""
+        values, start = list[Values](), 0
+        for spec in self._held:
+            dtype = str(spec.dtype).removeprefix("torch.")
+            values.append(np.frombuffer(base, dtype, spec.numel, start))
+            start += spec.size_bytes
+        return values
+
     # ---- the oracle --------------------------------------------------------------------------------------------
 
     def _holders(self, one: Finished) -> list[int]:
@@ -198,23 +234,24 @@ class AveragingJob(Job):
         """Only where updates last is it known after the lead's restart that a job has ended: a zombie goes on alone."""
         return self.keeps_updates or self._leads[process] == self.world.lead.epoch
 
-    def _complete(self, process, replica: Replica, averages: list[Values], *, is_in: bool, is_empty: bool) -> None:
+    def _complete(self, process, replica: Replica, answers: list[Values], *, is_in: bool, is_empty: bool) -> None:
         step, base, rank = replica.step + 1, replica.base, process.rank
         known = self._finished.get(step)
-        if known is not None and (known.base != base or not _are_equal(known.averages, averages)):
+        if known is not None and (known.base != base or not _are_equal(known.answers, answers)):
             holders = self._holders(known)
             require(not holders, "step {} of worker {} has other bits than that of workers {}", step, rank, holders)
             known = None
         if known is None:
             before = self._finished.get(step - 1)
-            if before is not None and not _follows(before, base):
+            if before is not None and not self._follows(before, base):
                 holders = self._holders(before)
                 require(not holders, "worker {} is at step {} with another model than {}", rank, step, holders)
             for later in [number for number in self._finished if number >= step]:
                 del self._finished[later]
-            contributors = () if is_empty else self._contributors(step, base, averages)
-            known = self._finished[step] = Finished(base, contributors, averages)
+            contributors = () if is_empty else self._contributors(step, base, answers)
+            known = self._finished[step] = Finished(base, contributors, answers)
             self._check_whole(step, known)
+            self._check_buffers(step, known)
         if not self.world.views.is_out(process):  # the others may take back what it completes
             known.holders[process] = self.world.clock.now_s
             self._leads[process] = self.world.lead.epoch
@@ -229,17 +266,39 @@ class AveragingJob(Job):
             known.contributors,
         )
 
-    def _contributors(self, step: int, base: bytes, averages: list[Values]) -> tuple[int, ...]:
+    def _contributors(self, step: int, base: bytes, answers: list[Values]) -> tuple[int, ...]:
         """The workers whose contributions make these averages, in every chunk."""
         ranks = [rank for rank in range(self.scenario.ranks) if base in self._given[step, rank]]
         for count in range(len(ranks), 0, -1):
             for some in itertools.combinations(ranks, count):
                 if all(
                     np.array_equal(average([self._contribution(rank, step, key, base) for rank in some]), found)
-                    for key, found in enumerate(averages)
+                    for key, found in enumerate(answers[: len(self._parameters)])
                 ):
                     return some
         raise Violation(f"step {step} is no average of the same workers in every chunk, in the order of {ranks}")
+
+    def _check_buffers(self, step: int, one: Finished) -> None:
+        """Buffers are those of the lowest rank of all that took part, whose gradients count if they weigh something."""
+        if not self._buffers:
+            return
+        ranks = [rank for rank in range(self.scenario.ranks) if one.answers[-1][0] >> rank & 1]
+        require(one.answers[-1][0] == sum(1 << rank for rank in ranks), "step {} has a map of nobody", step)
+        for spec in self._buffers:
+            lowest = self._local(ranks[0], step, spec.key, one.base)
+            is_lowest = np.array_equal(lowest, one.answers[spec.key])
+            require(is_lowest, "buffer {} of step {} is not that of worker {}", spec.key, step, ranks[0])
+        weigh = tuple(rank for rank in ranks if self._contribution(rank, step, 0, one.base)[1] > 0)
+        require(one.contributors == weigh, "step {} has workers {} and averages of {}", step, weigh, one.contributors)
+
+    def _follows(self, before: Finished, base: bytes) -> bool:
+        """Whether this is the model after that step."""
+        former = self._split(before.base)
+        after = [
+            before.answers[spec.key] if spec in self._buffers else value - before.answers[spec.key]
+            for spec, value in zip(self._held, former, strict=True)
+        ]
+        return b"".join(value.tobytes() for value in after) == base
 
     def _check_whole(self, step: int, one: Finished) -> None:
         """Everybody who takes part is in an average."""
@@ -251,9 +310,3 @@ class AveragingJob(Job):
 
 def _are_equal(some: list[Values], others: list[Values]) -> bool:
     return all(np.array_equal(one, other) for one, other in zip(some, others, strict=True))
-
-
-def _follows(before: Finished, base: bytes) -> bool:
-    dtype = before.averages[0].dtype
-    former = np.frombuffer(before.base, dtype).reshape(len(before.averages), -1)
-    return (former - np.stack(before.averages)).tobytes() == base

@@ -36,6 +36,7 @@ class Scenario:
         quorum: of "merge".
         grace: of "merge".
         weighs: under "average", whether gradients weigh differently.
+        has_buffers: under "average", buffers and a usage map.
         max_staleness: of "apply"; None is unbounded.
         optimizer: of "apply": "SGD", "momentum" or "Adam".
         compensation: of "apply": the strength of its delay compensation.
@@ -72,6 +73,7 @@ class Scenario:
     quorum: int = 1
     grace: float = 0.0
     weighs: bool = False
+    has_buffers: bool = False
     max_staleness: int | None = None
     optimizer: str = "SGD"
     compensation: float = 0.0
@@ -405,7 +407,7 @@ def _draw_elastic_fault(rng: random.Random, scenario: Scenario) -> Fault:
 
 
 _RULES = {
-    "average": lambda rng: {"weighs": rng.random() < 0.3},
+    "average": lambda rng: {"weighs": rng.random() < 0.3, "has_buffers": rng.random() < 0.4},
     "merge": lambda rng: {"quorum": rng.choice((1, 2, 2, 3)), "grace": rng.choice((0.0, 0.25, 0.25, 1.0, 4.0))},
     "apply": lambda rng: {
         "max_staleness": rng.choice((None, 0, 1, 3)),

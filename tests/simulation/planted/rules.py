@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from psengine.parameter_server.server.rules import apply
+from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.apply import Apply
 from psengine.parameter_server.server.rules.average import Average
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
@@ -10,6 +11,7 @@ from psengine.parameter_server.server.rules.delay_compensation import DelayCompe
 from psengine.parameter_server.server.rules.merge import Merge
 from psengine.parameter_server.server.shard.job import Job
 from psengine.parameter_server.server.shard.shard import Shard
+from psengine.protocol.layout import ChunkKind
 from simulation.planted.registry import after, constant, keeping, plant, then
 
 # ---- average ---------------------------------------------------------------------------------------------------------
@@ -28,6 +30,20 @@ def _give_zeros(combine, self, memory):
         return combine(self, memory)
     place = memory()
     place.values.zero_()
+    return place
+
+
+@plant("buffers are those of who came first", ContributionSet, "combine")
+def _take_first(combine, self, memory):
+    first = next(iter(self.by_rank.values()))
+    return Place(first.values.clone()) if self._spec.kind is ChunkKind.BUFFER else combine(self, memory)
+
+
+@plant("a usage map says whether, and not by how many", ContributionSet, "combine")
+def _take_maps_for_flags(combine, self, memory):
+    place = combine(self, memory)
+    if self._spec.kind is ChunkKind.USAGE:
+        place.values.clamp_(max=1)
     return place
 
 
