@@ -9,7 +9,6 @@ python examples/train_mlp.py --batch-size 128
 
 The images are Fashion-MNIST's, which stand for MNIST's: as many, as large, of as many classes. Debian's package
 dataset-fashion-mnist brings them; without it, scikit-learn's digits of 8x8 pixels are used.
-docs/recipes/several_hosts.md has the results.
 """
 
 from __future__ import annotations

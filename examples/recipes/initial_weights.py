@@ -1,4 +1,4 @@
-"""Start all ranks from pretrained weights. docs/recipes/initial_weights.md
+"""Start all ranks from pretrained weights.
 
 torchrun --nproc-per-node=2 examples/recipes/initial_weights.py [--outputs 3] [--native]
 

@@ -1,4 +1,4 @@
-"""DistributedSampler, BatchSampler and set_epoch. docs/recipes/samplers_and_epochs.md
+"""DistributedSampler, BatchSampler and set_epoch.
 
 torchrun --nproc-per-node=2 examples/recipes/samplers_and_epochs.py [--native]
 """
