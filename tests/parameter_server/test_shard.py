@@ -63,6 +63,8 @@ def test_a_worker_is_known_by_its_key_too():
     world, (member,) = world_of(1, [spec()], rule=rule)
     before = world.shard.changes
     member.user_id = "somebody"
+    member.connect()
+    member.resume()
     assert codes(member.push(0, 1, ONES)) == [ErrorCode.FENCED]
     assert member.pull(0).type is MessageType.VALUES  # but not as this worker's base
     assert world.shard.changes == before

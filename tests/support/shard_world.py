@@ -168,8 +168,9 @@ class Worker:
 
     def resume(self, pushes=(), *, shard=0, **fields):
         """RESUME of a member; RESUMED's body, or the code of the ERROR."""
-        body = {"open": [list(push) for push in pushes]} if self.worker != NOBODY else {}
-        return self._resume(body, shard, **fields)
+        body = {"job": self.job, "rule": self.rule, "registration": 0, "key": KEY}
+        body |= {"open": [list(push) for push in pushes]}
+        return self._resume({} if self.worker == NOBODY else body, shard, **fields)
 
     def begin(self, registration=1, *, key=KEY, shard=0, **fields):
         """RESUME of a registrar."""

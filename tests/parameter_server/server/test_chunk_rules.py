@@ -89,6 +89,7 @@ def test_parameters_need_configure_first():
     worker.begin()
     worker.register(spec())
     world.publish([worker])
+    worker.resume()
     before = whole(world)
     assert codes(worker.push(0, 1, torch.ones(4))) == [ErrorCode.NOT_READY]
     assert whole(world) == before

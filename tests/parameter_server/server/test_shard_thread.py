@@ -79,8 +79,10 @@ def world():
 def test_only_a_member_says_by_its_push_that_it_has_read_an_answer(world):
     found = []
     world.thread.segments.find = found.append
-    members = [(0, 50, "")]
-    world.shard.jobs[7] = SimpleNamespace(is_member=lambda *said: said in members)
+    members = [(0, 50)]
+    world.shard.jobs[7] = SimpleNamespace(
+        is_from_member=lambda message, sender: (message.worker, message.incarnation) in members
+    )
     for job, incarnation in ((7, 51), (8, 50), (7, 50)):
         world.ask("PUSH", job=job, worker=0, incarnation=incarnation, key=0, sequence=9)
     assert world.heard == [("PUSH", "shard")] * 3

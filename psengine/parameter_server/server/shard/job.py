@@ -18,6 +18,7 @@ from typing_extensions import override
 from psengine.errors import ProtocolError
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.parameter_server.chunk_codecs import only_gradients
+from psengine.parameter_server.server.interfaces import Sender
 from psengine.parameter_server.server.rules.apply import Apply
 from psengine.parameter_server.server.rules.average import Average
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
@@ -29,7 +30,7 @@ from psengine.parameter_server.server.snapshots.files import JobState
 from psengine.parameter_server.status_model import ShardJob, ShardWorker, added
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number
-from psengine.protocol.messages import DTYPE_NUMBERS, MAX_CHUNKS, ErrorCode, Message
+from psengine.protocol.messages import DTYPE_NUMBERS, MAX_CHUNKS, ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View
 
 PAGE_BYTES = 48 * 1024
@@ -110,10 +111,19 @@ class Job(RuleContext):
         """The least of all chunks."""
         return min((rule.version for rule in self.rules.values()), default=0)
 
-    def is_member(self, rank: int, incarnation: int, user_id: str | None = None) -> bool:
-        """Whether the view has this worker; ``user_id``: and with this key."""
+    def is_member(self, rank: int, incarnation: int) -> bool:
+        """Whether the view has this worker."""
         worker = self.workers.get(rank)
-        return worker is not None and worker.incarnation == incarnation and user_id in (None, worker.user_id)
+        return worker is not None and worker.incarnation == incarnation
+
+    def is_from_member(self, message: Message, sender: Sender) -> bool:
+        """Whether a member of the view says this. Rank and incarnation are no secret: its RESUME has the job's key."""
+        if not self.is_member(message.worker, message.incarnation):
+            return False
+        worker = self.workers[message.worker]
+        if message.type is MessageType.RESUME:
+            return worker.user_id == sender.user_id and message.body.get("key") == self.key
+        return worker.route == sender.route
 
     def find(self, key: int) -> ChunkRule:
         """The chunk's rule; ProtocolError where there is no such chunk here."""
@@ -212,7 +222,7 @@ class Job(RuleContext):
         """RESULT: the donor returns the last average to a shard that restarted."""
         rule, view = self.find(message.key), self.view
         assert view is not None
-        if message.view != view.number or message.sequence != view.from_step - 1:
+        if message.worker != view.donor or message.view != view.number or message.sequence != view.from_step - 1:
             return []
         contributors = message.body.get("contributors")
         is_empty = message.payload is None and contributors == 0

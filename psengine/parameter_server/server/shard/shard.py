@@ -42,7 +42,7 @@ class Role(IntEnum):
 
     READER = 0  # anybody: evaluators, workers that are in no view yet or no longer
     REGISTRAR = 1  # has the job's key, before a view names this life of the server
-    MEMBER = 2  # a worker of the view
+    MEMBER = 2  # a worker of the view, on the connection over which it said RESUME last
 
 
 # What they change at a job; OK has the version that this returns.
@@ -135,7 +135,7 @@ class Shard:
             return Role.READER
         if self._is_replaying:  # let in by the life that wrote the log
             return Role.MEMBER if job.is_member(message.worker, message.incarnation) else Role.REGISTRAR
-        if self._is_current(job) and job.is_member(message.worker, message.incarnation, sender.user_id):
+        if self._is_current(job) and job.is_from_member(message, sender):
             return Role.MEMBER
         return Role.REGISTRAR if sender.route in job.registrars else Role.READER
 

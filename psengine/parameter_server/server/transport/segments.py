@@ -51,7 +51,7 @@ class ShardSegments:
 
     def attach(self, job: Job, resume: Message, sender: Sender) -> list[int] | None:
         """A member may share memory: where the shard's is, for RESUMED; None where payloads travel."""
-        is_member = job.is_member(resume.worker, resume.incarnation, sender.user_id)
+        is_member = job.is_from_member(resume, sender)
         if not (IS_AVAILABLE and sender.process and is_member and "memory" in resume.body):
             return None
         try:

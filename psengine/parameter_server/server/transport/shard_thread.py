@@ -536,7 +536,7 @@ class ShardThread(threading.Thread):
                 self.snapshot().add_done_callback(lambda _written: self.ask(lambda: self._send(echoed)))
         else:
             job = self.shard.jobs.get(message.job) if kind is MessageType.PUSH else None
-            if job is not None and job.is_member(message.worker, message.incarnation, sender.user_id):
+            if job is not None and job.is_from_member(message, sender):
                 self.segments.find(message)
             outgoing = self.shard.apply(message, sender)
             if kind is MessageType.RESUME and outgoing[0].message.type is MessageType.RESUMED:
