@@ -159,9 +159,13 @@ class Commit(Body, tag_field="what"):
 
 
 class Registered(Commit, tag="registered"):
-    """Every shard has its chunks of a new job: its epoch as the registrar met it, and how many chunks, by shard."""
+    """Every shard has its chunks of a new job: its epoch as the registrar met it, and how many chunks, by shard.
+
+    ``servers``: their names, in order.
+    """
 
     registration: bounds.Unsigned64
+    servers: Annotated[list[bounds.ServerName], Meta(max_length=messages.MAX_SHARDS)]
     epochs: EpochsOfShards
     chunks: OfShards
 
@@ -251,7 +255,10 @@ class Leave(Body):
 
 
 class Resume(Body):
-    """RESUME. A reader says nothing, a registrar the last four, a member these and its open pushes (key, step)."""
+    """RESUME. A reader says nothing, a registrar the last five, a member these and its open pushes (key, step).
+
+    ``place``: which shard of the job this is, and how many shards and servers there are.
+    """
 
     open: Annotated[list[tuple[bounds.Key, bounds.Positive]], Meta(max_length=messages.MAX_CHUNKS)] | UnsetType = UNSET
     memory: bounds.Unsigned | UnsetType = UNSET
@@ -259,11 +266,12 @@ class Resume(Body):
     rule: AnyRule | UnsetType = UNSET
     registration: bounds.Unsigned64 | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
+    place: tuple[bounds.Unsigned, bounds.Unsigned, bounds.Unsigned] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         """Check that a registrar says all of it."""
-        if len({value is UNSET for value in (self.job, self.rule, self.registration, self.key)}) > 1:
-            raise ValueError("has some of `job`, `rule`, `registration`, `key` (expected all or none)")
+        if len({value is UNSET for value in (self.job, self.rule, self.registration, self.key, self.place)}) > 1:
+            raise ValueError("has some of `job`, `rule`, `registration`, `key`, `place` (expected all or none)")
 
 
 class Resumed(Body):

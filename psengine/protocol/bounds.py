@@ -46,5 +46,6 @@ Label = Annotated[str, Meta(max_length=255, pattern=PRINTABLE)]
 Host = Annotated[str, Meta(max_length=64, pattern=r"\A[ -~]*\Z")]
 UserId = Annotated[str, Meta(max_length=40, pattern=r"\A[!-~]*\Z")]
 Address = Annotated[str, Meta(min_length=1, max_length=280, pattern=r"\A[!-~]*\Z")]
+ServerName = Annotated[str, Meta(min_length=1, max_length=561, pattern=r"\A[!-~]*\Z")]  # with its follower
 JobKey = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]

@@ -118,6 +118,7 @@ class ErrorCode:
     VERSION = "version"  # another protocol version
     UNKNOWN_JOB = "unknown_job"
     UNKNOWN_KEY = "unknown_key"
+    OTHER_SERVERS = "other_servers"  # than those that have the job's values, or in another order
     RULE_MISMATCH = "rule_mismatch"  # another update rule, or optimizer, than the job's
     DUPLICATE_RANK = "duplicate_rank"
     FENCED = "fenced"  # not in the view: a newer incarnation of this worker exists, or its lease ran out

@@ -20,6 +20,7 @@ from psengine.protocol.bounds import (
     Host,
     Positive,
     Rank,
+    ServerName,
     Unsigned,
     Unsigned64,
     UserId,
@@ -92,6 +93,7 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
         oldest: the least step that each member has completed; nobody asks for earlier ones.
         chunks: how many chunks each shard of the job has; () where the coordinator does not know.
         releases: those that some shard may not have, in order.
+        servers: the names of the job's servers, in order; () of "elastic" jobs.
         states: "elastic" jobs: by member.
     """
 
@@ -105,6 +107,7 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     oldest: Unsigned = 0
     chunks: Annotated[tuple[Unsigned, ...], _OfShards] = ()
     releases: tuple[Release, ...] = ()
+    servers: Annotated[tuple[ServerName, ...], _OfShards] = ()
     states: Annotated[tuple[MemberState, ...], _OfWorkers] = ()
 
     def __post_init__(self) -> None:

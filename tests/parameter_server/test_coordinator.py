@@ -199,6 +199,7 @@ class Hand:
 
     def register(self, **fields):
         body = {"registration": self.welcome["registration"], "epochs": [7, 9], "chunks": [3, 2]}
+        body["servers"] = ["tcp://a:1", "tcp://b:1"]
         self.commit("registered", **body | fields)
 
     def step(self, step):

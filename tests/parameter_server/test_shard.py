@@ -107,7 +107,9 @@ def test_nobody_reads_or_pushes_before_the_first_view():
 def test_a_later_registration_takes_the_place_of_one_that_nobody_is_at_work_with():
     world, (member,) = world_of(1, [spec()], rule=APPLY)
     other, key = Worker(world, 0, incarnation=99, rule=APPLY), bytes(32)
-    answer = other.send(MessageType.RESUME, body={"job": "demo", "rule": APPLY, "registration": 2, "key": key})[0]
+    answer = other.send(
+        MessageType.RESUME, body={"job": "demo", "rule": APPLY, "registration": 2, "key": key, "place": [0, 0, 1]}
+    )[0]
     assert answer.body["code"] == ErrorCode.FENCED
     assert "psengine admin forget --job demo" in answer.body["text"]
     member.connect()

@@ -90,7 +90,8 @@ def test_the_largest_view_fits():
     states = (MemberState(MAX_COUNTED, MAX_COUNTED, "h" * 64, INT64_MAX, "p" * 64),) * MAX_WORKERS
     # A worker's contribution stays until it commits the next, and once more where the answer was lost with a server.
     releases = tuple(Release(INT64_MAX, INT64_MAX, ((rank, INT64_MAX),)) for rank in range(MAX_WORKERS)) * 2
-    for view in (largest_view(states=states), largest_view(releases=releases)):
+    servers = ("s" * 561,) * MAX_SHARDS
+    for view in (largest_view(states=states), largest_view(releases=releases, servers=servers)):
         message = message_of(view, b"k" * 32, 1)
         assert len(msgspec.msgpack.encode(message.body)) <= MAX_VIEW_BYTES
         assert view_of(decode(encode(message)).body) == view

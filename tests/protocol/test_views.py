@@ -47,7 +47,8 @@ def test_another_key_or_job_is_refused(key, job):
 def test_each_field_is_signed():
     other = {
         "number": 4, "epoch": 1, "members": VIEW.members[:1], "shards": (7, 9), "from_step": 8, "world_size": 3,
-        "donor": None, "oldest": 7, "chunks": (2, 3), "releases": RELEASES[:1], "states": STATES,
+        "donor": None, "oldest": 7, "chunks": (2, 3), "releases": RELEASES[:1],
+        "servers": ("a", "b"), "states": STATES,
     }  # fmt: skip
     values = {name: getattr(VIEW, name) for name in View.__struct_fields__}
     assert other.keys() == values.keys()

@@ -281,6 +281,7 @@ class Peer:
         assert welcome.body["state"] == "initialise", welcome
         registration, job_key = welcome.body["registration"], welcome.body["key"]
         registrar = {"job": self.job, "rule": APPLY, "registration": registration, "key": job_key}
+        registrar["place"] = [0, 0, 1]
         resumed = self.request("RESUME", body=registrar)
         assert resumed.type.name == "RESUMED", resumed
         numel = values.numel()
@@ -291,7 +292,7 @@ class Peer:
         runs = {"optimizer": "SGD", "groups": [{**SGD, "lr": 1.0}], "runs": [[0, numel, 0]]}
         configured = self.request("CONFIGURE", key=0, body=runs)
         assert configured.type.name == "OK", configured
-        commit = {"what": "registered", "registration": registration, "epochs": [self.epoch]}
+        commit = {"what": "registered", "registration": registration, "servers": ["s"], "epochs": [self.epoch]}
         committed = self.request("COMMIT", body={**commit, "chunks": [1]})
         assert committed.type.name == "OK", committed
         self.resume()

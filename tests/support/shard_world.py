@@ -168,13 +168,13 @@ class Worker:
 
     def resume(self, pushes=(), *, shard=0, **fields):
         """RESUME of a member; RESUMED's body, or the code of the ERROR."""
-        body = {"job": self.job, "rule": self.rule, "registration": 0, "key": KEY}
+        body = {"job": self.job, "rule": self.rule, "registration": 0, "key": KEY, "place": [shard, 0, 1]}
         body |= {"open": [list(push) for push in pushes]}
         return self._resume({} if self.worker == NOBODY else body, shard, **fields)
 
     def begin(self, registration=1, *, key=KEY, shard=0, **fields):
         """RESUME of a registrar."""
-        body = {"job": self.job, "rule": self.rule, "registration": registration, "key": key}
+        body = {"job": self.job, "rule": self.rule, "registration": registration, "key": key, "place": [shard, 0, 1]}
         return self._resume(body, shard, **fields)
 
     def _resume(self, body, shard, **fields):

@@ -24,6 +24,7 @@ from psengine.parameter_server.client.operation import Push, Request
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Runtime
 from psengine.parameter_server.client.steps import Step, Steps
+from psengine.parameter_server.overview import other_servers
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.protocol.views import View, view_of
@@ -36,7 +37,7 @@ class JobConnection(JobClient):
     """See the module's text; ``options`` are the session's.
 
     Attributes:
-        links: one per shard, the lead's first.
+        links: one per shard, the lead's first; ``has_all_links``: each server has said how many it has.
         chunks: where the job's chunks are.
         state: what WELCOME said last; see ``WorkerSession.state``.
         registration_number: the job's, by WELCOME.
@@ -54,6 +55,7 @@ class JobConnection(JobClient):
 
     def __init__(self, options: SessionOptions, runtime: Runtime) -> None:
         self.links: list[Link] = []
+        self.has_all_links = False
         self.chunks = ChunkMap()
         self.state = ""
         self.registration_number = 0
@@ -104,12 +106,13 @@ class JobConnection(JobClient):
         size_bytes = 0 if values is None else spec.size_bytes
         return self.ask(link, message, what=f"REGISTER of {spec.describe()}", size_bytes=size_bytes, **options)
 
-    def greeting(self) -> dict[str, Any]:
+    def greeting(self, link: Link) -> dict[str, Any]:
         """RESUME's body: who does not know the job's key is a reader."""
         if self.view is None and self.state != "initialise":
             return {}
         body = {"job": self.options.job, "rule": self.options.whole_rule}
-        return {**body, "registration": self.registration_number, "key": self.key}
+        place = [link.index, len(self.links) if self.has_all_links else 0, len(self.options.addresses)]
+        return {**body, "registration": self.registration_number, "key": self.key, "place": place}
 
     # ---- steps -------------------------------------------------------------------------------------------------
 
@@ -269,13 +272,16 @@ class JobConnection(JobClient):
         view, mine = self.view, [link.epoch for link in self.first_links()]
         if view is None:
             return
+        differs = other_servers(self.options.job, view, len(mine), len(self.links))
         theirs = list(view.shards[: len(mine)])
-        if len(self.links) != len(view.shards) or (sorted(mine) == sorted(theirs) and mine != theirs):
-            raise ConfigurationError(
-                f"{self} names other servers than the job's other workers, or in another order (expected"
-                f" {len(view.shards)} shards, got {len(self.links)}: {', '.join(link.name for link in self.links)})."
-                " Fix: give every worker the same PSENGINE_SERVERS."
-            )
+        if not differs and sorted(mine) == sorted(theirs) and mine != theirs:
+            differs = other_servers(self.options.job, view)
+        if differs:
+            raise ConfigurationError(f"{differs} {self.named()}")
+
+    def named(self) -> str:
+        """The servers that this worker names, for an error."""
+        return f"(got {', '.join(self.options.addresses)})"
 
     def _return_results(self, link: Link) -> None:
         """Give a restarted shard the averages that it lost, where the view names this worker for that."""
@@ -332,6 +338,10 @@ class JobConnection(JobClient):
         if self.view is None:
             return
         specs, got = self.chunks.at(link.index), link.resumed["chunks"]
+        if not got and self._is_elsewhere(link):
+            text = other_servers(self.options.job, self.view, why=f"with {link.name} among them, which has none")
+            self.fail(ConfigurationError(f"{text} {self.named()}"))
+            return
         if got >= len(specs):
             self._take_back_up(link, now_s, self._lost_at(link) if former_epoch not in (0, link.epoch) else 0)
         elif self.options.averages:
@@ -343,6 +353,12 @@ class JobConnection(JobClient):
                 " Start the servers with --snapshot-dir, and the workers again from a checkpoint."
             )
             self.fail(ServerRefusedError(text, ErrorCode.STATE_LOST))
+
+    def _is_elsewhere(self, link: Link) -> bool:
+        """Whether a shard has none of the values that the job has there, and other servers are named."""
+        assert self.view is not None, "it is in one"
+        has_values = any(self.view.chunks[link.index : link.index + 1]) and not self.options.averages
+        return has_values and self.view.servers != tuple(self.options.addresses)
 
     def _lost_at(self, link: Link) -> int:
         """How many updates of each chunk a restarted shard lacks; its optimizers may be older, too."""

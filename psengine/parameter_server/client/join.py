@@ -77,6 +77,7 @@ def _connect(job: JobConnection) -> Flow[None]:
     if (shards := len(known) + len(others)) > MAX_SHARDS:
         raise ConfigurationError(f"a job has at most {MAX_SHARDS} shards (got {shards} of {len(known)} servers)")
     yield [_greeting(job, job.add_link(*place)) for place in others]
+    job.has_all_links = True
 
 
 def _greeting(job: JobConnection, link: Link) -> Request:
@@ -153,7 +154,8 @@ def _initialise(
     if epochs != [link.epoch for link in job.links] or number != job.registration_number:
         raise ServerRefusedError("a server has restarted meanwhile", ErrorCode.STALE)
     chunks = [len(job.chunks.at(link.index)) for link in job.links]
-    facts = {"registration": number, "epochs": epochs, "chunks": chunks}
+    servers = list(job.options.addresses)
+    facts = {"registration": number, "servers": servers, "epochs": epochs, "chunks": chunks}
     yield [job.control.commit("registered", **facts)]
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # What a shard cannot answer between its restart and the view that names its new life.
 _OF_VALUES = frozenset({MessageType.PULL, MessageType.STORE, MessageType.LIST, MessageType.CONFIGURE})
 _OF_COORDINATOR = frozenset({MessageType.VIEW, MessageType.RELEASE})
-_FATAL = (ErrorCode.VERSION, ErrorCode.STATE_LOST)
+_FATAL = (ErrorCode.VERSION, ErrorCode.STATE_LOST, ErrorCode.OTHER_SERVERS)
 _FATAL_TO_REGISTRAR = (ErrorCode.RULE_MISMATCH, ErrorCode.BAD_VALUE, ErrorCode.MEMORY)
 # What may be on its way to a server and unanswered. Several servers answer when the slowest worker's bytes are there.
 # With little on its way a fast worker waits for a slow one, which then has the link to itself: workers go in step, and
@@ -75,7 +75,7 @@ class Link(Channel):
         job, self.may_push = self.job, False
         for message in () if job.view_message is None else (job.view_message, *job.releases):
             self.send(message)
-        body = job.greeting()
+        body = job.greeting(self)
         if job.view is not None:
             body["open"] = [[push.key, push.message.sequence] for push in self.sent.values()]
         self._greeting = job.next_id()
@@ -236,11 +236,15 @@ class Link(Channel):
                 operation.is_sent = False
                 self._requested_bytes -= operation.size_bytes
             self.job.control.beat(now_s)
+            # Or an older one, which another's word of an abandoned registration brought: it takes this worker's.
+            self.retry_at_s = min(self.retry_at_s, now_s + RETRY_MOST_S)
         elif code == ErrorCode.SHUTTING_DOWN:  # it is asked again on the next connection
             self.last_problem = text
         elif operation is not None:
             self.fail(operation, self.refusal(operation, message))
         elif code in _FATAL or (message.sequence == self._greeting and code in _FATAL_TO_REGISTRAR):
+            if code == ErrorCode.OTHER_SERVERS:
+                message.body = {"code": code, "text": f"{text} {self.job.named()}"}
             self.job.fail(self.refusal(None, message))
         else:
             self.last_problem = f"it refused a message ({code}): {text}"

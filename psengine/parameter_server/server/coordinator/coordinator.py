@@ -459,7 +459,7 @@ class Coordinator(JobMemory):
             self.key, self.registration, self._registrar = shown.key, self._next_registration(), None
             self._set_rule(shown.rule)
             self.world_size = max(self.world_size, view.world_size)
-            self.epochs, self.chunks = list(view.shards), list(view.chunks)
+            self.epochs, self.chunks, self.servers = list(view.shards), list(view.chunks), list(view.servers)
         number, is_resuming = 0 if self.view is None else self.view.number, self.state is JobState.RESUMING
         # What still stands of an older view's decisions is in the newer view.
         shown.takes_releases = view.number > number or (is_resuming and view.number == number)
@@ -542,13 +542,13 @@ class Coordinator(JobMemory):
     def _reset(self) -> None:
         """Nothing of the job's life so far counts."""
         if self.view is not None and self.view.members:
-            # They may only be paused: a view without them has shards forget them.
+            # They may only be paused: a view without them has shards forget them, and one without chunks the values.
             self.last_number = self._next_number()
             view = View(self.last_number, self._interfaces.epoch, (), tuple(self.epochs), world_size=self.world_size)
             self._empty = replace(message_of(view, self.key, self.number), view=view.number)
         self.view, self.key, self._registrar, self.decided = None, b"", None, 0
         self._had_registrar = False
-        for one in (self.epochs, self.chunks, self.releases, self.came, self.merged, self.runs):
+        for one in (self.epochs, self.chunks, self.servers, self.releases, self.came, self.merged, self.runs):
             one.clear()
         self.is_trained = False
         if not any(one.has_rule for one in self.workers.present):
@@ -616,6 +616,7 @@ class Coordinator(JobMemory):
             raise self._stale("registered a model under an older registration")
         if self.state is JobState.NEW:
             self.epochs, self.chunks, self._empty = list(body["epochs"]), list(body["chunks"]), None
+            self.servers = list(body["servers"])
             self._advance("registered")
             self._lost = ""
 
@@ -899,6 +900,7 @@ class Coordinator(JobMemory):
             oldest=min((one.completed for one in members), default=newest),
             releases=tuple(self.releases),
             chunks=tuple(self.chunks),
+            servers=tuple(self.servers),
         )
         self._complete_view(members)
         self.last_number, self.is_changed = number, True

@@ -72,6 +72,7 @@ class JobMemory:
         evicted: how often a member was put out.
         key, registration: what views are signed with, and which attempt to register chunks they are of.
         epochs, chunks: of each shard.
+        servers: their names, in order.
         releases: those that some shard may not have, in order.
         decided: the number of the last merge.
         merged: by rank, the last step that a merge has, or that needs none.
@@ -92,6 +93,7 @@ class JobMemory:
     registration: int = 0
     epochs: list[int] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)
+    servers: list[str] = field(default_factory=list)
     releases: list[Release] = field(default_factory=list)
     decided: int = 0
     merged: dict[int, int] = field(default_factory=dict)

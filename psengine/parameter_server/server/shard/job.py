@@ -18,6 +18,7 @@ from typing_extensions import override
 from psengine.errors import ProtocolError
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.parameter_server.chunk_codecs import only_gradients
+from psengine.parameter_server.overview import other_servers
 from psengine.parameter_server.server.interfaces import Sender
 from psengine.parameter_server.server.rules.apply import Apply
 from psengine.parameter_server.server.rules.average import Average
@@ -47,7 +48,8 @@ class Worker:
 
     incarnation: int
     user_id: str = ""  # its CURVE key; "" without CURVE
-    route: bytes = b""  # where its answers go; b"" where it has no connection
+    proven: bytes = b""  # the connection over which it said RESUME last, with the job's key
+    route: bytes = b""  # where its answers go: there, or b"" where it does not take part
     resumed: int = 0  # id of the last RESUME: messages of older connections may still be read after it
     pushes: int = 0  # chunks that it sent
     refused: int = 0  # of them
@@ -66,6 +68,7 @@ class Job(RuleContext):
     Attributes:
         registration: which attempt to register the chunks these are of; grows.
         key: what views and releases are signed with.
+        place: which of the job's shards this is.
         taken: the number of the last release that was taken.
         workers: by rank, of the view.
         registrars: connections that may register chunks.
@@ -87,7 +90,7 @@ class Job(RuleContext):
         self.number = job_number(name)
         self._kind, codec = RULES[rule["name"]], codec_of(rule)
         super().__init__(rule, codec if self._kind.encodes_answers else only_gradients(codec))
-        self.registration, self.key = 0, b""
+        self.registration, self.key, self.place = 0, b"", 0
         self.taken = 0
         self.workers: dict[int, Worker] = {}
         self.registrars: set[bytes] = set()
@@ -107,6 +110,25 @@ class Job(RuleContext):
         return self.holds_weights and self.view is None and bool(self.rules)
 
     @property
+    def is_trained(self) -> bool:
+        """Whether there are values here that nobody else has; a view without chunks is the end of them."""
+        is_at_work = self.holds_weights and self.view is not None and bool(self.view.chunks)
+        return is_at_work and any(rule.version for rule in self.rules.values())
+
+    def check_place(self, body: Mapping[str, Any]) -> None:
+        """Raise ProtocolError where a worker names other servers than those that have the values, or another order."""
+        shard, shards, servers = body["place"]
+        if not self.is_trained or self.view is None:
+            return
+        differs = other_servers(self.name, self.view, servers, shards)
+        if not differs and shard != self.place:
+            differs = other_servers(self.name, self.view)
+        if not differs and body["key"] != self.key:
+            differs = other_servers(self.name, self.view, why="as before, and the first of them has lost the job")
+        if differs:
+            raise ProtocolError(differs, ErrorCode.OTHER_SERVERS)
+
+    @property
     def version(self) -> int:
         """The least of all chunks."""
         return min((rule.version for rule in self.rules.values()), default=0)
@@ -123,7 +145,7 @@ class Job(RuleContext):
         worker = self.workers[message.worker]
         if message.type is MessageType.RESUME:
             return worker.user_id == sender.user_id and message.body.get("key") == self.key
-        return worker.route == sender.route
+        return worker.proven == sender.route
 
     def find(self, key: int) -> ChunkRule:
         """The chunk's rule; ProtocolError where there is no such chunk here."""
@@ -411,7 +433,14 @@ class Job(RuleContext):
 
 
 # What a snapshot has of a job beside its rule and its chunks: attributes, and their types.
-_KEPT: dict[str, Any] = {"registration": int, "key": bytes, "view": View | None, "taken": int, "floor": int}
+_KEPT: dict[str, Any] = {
+    "registration": int,
+    "key": bytes,
+    "place": int,
+    "view": View | None,
+    "taken": int,
+    "floor": int,
+}
 
 
 def _optimizer_of(rule: ChunkRule) -> ChunkOptimizer:

@@ -174,7 +174,8 @@ class Shard:
         if job is not None and self._role(job, message, sender) is Role.MEMBER:
             worker = job.workers[message.worker]
             if message.sequence >= worker.resumed:
-                worker.route, worker.resumed = sender.route if is_at_work else b"", message.sequence
+                worker.proven, worker.route = sender.route, sender.route if is_at_work else b""
+                worker.resumed = message.sequence
         if "registration" in message.body:
             self._begin(message, sender)
         job, missing, replies = self.jobs.get(message.job), list[int](), list[Reply]()
@@ -203,6 +204,8 @@ class Shard:
         """
         body, job = message.body, self.jobs.get(message.job)
         name, rule, registration, key = body["job"], body["rule"], body["registration"], body["key"]
+        if job is not None and sender is not REPLAYED:
+            job.check_place(body)
         if job is not None and job.key == key:
             # A coordinator that restarted goes on with the key, and counts registrations anew.
             job.registration = max(job.registration, registration)
@@ -219,7 +222,7 @@ class Shard:
             self.settings.check_tier(name, rule)
             self._check_place(name, is_new=job is None)
         self.jobs[message.job] = made = self._make(name, rule)
-        made.registration, made.key = registration, key
+        made.registration, made.key, made.place = registration, key, body["place"][0]
         made.registrars.add(sender.route)
         self._changed(made, message)
 
