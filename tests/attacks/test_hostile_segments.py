@@ -41,7 +41,7 @@ def peer(server: ServerProcess) -> Iterator[Peer]:
 
 def offer(peer: Peer, descriptor: int) -> list[int] | None:
     """Where the server's memory is, if it takes the one behind this descriptor."""
-    resumed = peer.request("RESUME", body={"open": [], "memory": descriptor})
+    resumed = peer.request("RESUME", body={**peer.proof, "open": [], "memory": descriptor})
     assert resumed.type.name == "RESUMED"
     return resumed.body.get("memory")
 
@@ -100,7 +100,10 @@ def test_a_payload_lies_in_memory_that_is_shared(server, peer, memory):
     assert (answer.type.name, answer.numel) == ("UPDATED", NUMEL)
     assert answer.place is not None
     # Again: the answer travels, because the place may be read.
-    assert peer.request("RESUME", body={"open": [[0, 1]], "memory": memory.descriptor}).type.name == "RESUMED"
+    assert (
+        peer.request("RESUME", body={**peer.proof, "open": [[0, 1]], "memory": memory.descriptor}).type.name
+        == "RESUMED"
+    )
     again = peer.receive()
     assert (again.type.name, again.place) == ("UPDATED", None)
     assert torch.frombuffer(bytearray(again.payload), dtype=torch.float32).eq(-1.0).all()

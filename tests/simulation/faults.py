@@ -9,6 +9,7 @@ from typing import Any
 from simulation import inspection
 from simulation.network import DOWN, UP, Cut, rank_of
 from simulation.scenario import WAITS_S, Fault
+from simulation.stranger import Stranger
 
 
 class Faults:
@@ -280,6 +281,7 @@ _BEGIN = {
     "kill lead": lambda world, fault: _kill_server(world, fault._replace(server=0)),
     "stop server": _stop_server,
     "evict": _evict,
+    "stranger": lambda world, fault: Stranger(world, fault.lasts_s, str(fault.detail)),
     "fsync fails": _bad_disk,
     "disk full": _bad_disk,
     "bits flip": _flip_bits,

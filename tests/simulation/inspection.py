@@ -37,6 +37,11 @@ def view_number(shard: Any, number: int) -> tuple[int, int]:
     return (0, 0) if job is None else (job.registration, 0 if job.view is None else job.view.number)
 
 
+def is_trained(shard: Any, number: int) -> bool:
+    """Whether a shard has values of the job that nobody else has."""
+    return shard.jobs[number].is_trained  # type: ignore[no-any-return]
+
+
 def last_merge(shard: Any, job: int, key: int) -> int:
     """The number of the last decision that a chunk has merged."""
     rule = _rules(shard, job).get(key)

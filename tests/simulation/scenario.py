@@ -201,6 +201,7 @@ ELASTIC_MOMENTS = (
 OF_WORKERS = ("kill worker", "stop worker", "zombie", "evict")
 # In so many scenarios nobody reaches a server for two leases, and nothing else fails; in as many beside other faults.
 CUTS_OF_ALL = 0.04
+STRANGERS = 0.25  # the share of seeds that have one
 OF_DISKS = ("fsync fails", "disk full", "bits flip")
 READERS = 0.2  # in so many scenarios
 COMPANIONS = 0.2  # in so many scenarios
@@ -234,6 +235,7 @@ def draw(seed: int) -> Scenario:
         cut = Fault("cut all", round(0.2 + 50 * chance, 3), 2 * scenario.lease_s, detail=round(20 * chance, 3))
         # Alone it ends nobody: see ``Liveness``.
         scenario = replace(scenario, faults=(*(scenario.faults if chance > CUTS_OF_ALL else ()), cut))
+    scenario = _with_stranger(scenario)
     is_cut_off = any(one.kind == "cut off" for one in scenario.faults)
     return _asking(scenario if is_cut_off else _with_companion(scenario))
 
@@ -243,6 +245,16 @@ def _asking(scenario: Scenario) -> Scenario:
     tiers = ("", *DURABILITY_TIERS[scenario.durability])
     asks = rng.choice(tiers) if scenario.rule != "elastic" else ""
     return replace(scenario, asks=asks, companion=None if other is None else _asking(other))
+
+
+def _with_stranger(scenario: Scenario) -> Scenario:
+    """Somebody without the job's key, in every fourth seed."""
+    rng = random.Random(f"stranger {scenario.seed}")
+    is_judged_alone = any(one.kind in ("cut all", "cut off") for one in scenario.faults)
+    if rng.random() > STRANGERS or is_judged_alone:
+        return scenario
+    fault = Fault("stranger", round(FAULTY_S * rng.random(), 3), round(3.0 * rng.random(), 3), detail=rng.random())
+    return replace(scenario, faults=tuple(sorted([*scenario.faults, fault], key=lambda one: one.at_s)))
 
 
 def _with_companion(scenario: Scenario) -> Scenario:

@@ -256,6 +256,8 @@ class Peer:
         answer = self.request("HELLO", worker=NOBODY, incarnation=0, body=full)
         if answer is not None and answer.type.name == "WELCOME":
             self.rank, self.incarnation, self.epoch = answer.worker, answer.incarnation, answer.epoch
+            registered = {"registration": answer.body.get("registration"), "key": answer.body.get("key")}
+            self.proof = {"job": self.job, "rule": full["rule"], **registered, "place": [0, 0, 1]}
         return answer
 
     def enter(self, **hello: Any) -> Any:
@@ -271,7 +273,7 @@ class Peer:
             message = self._next(max(0.0, until_s - time.monotonic()))
             assert message is not None, "no view came"
             assert self._is_of_views(message), message
-        resumed = self.request("RESUME", body={"open": []})
+        resumed = self.request("RESUME", body={**self.proof, "open": []})
         assert resumed.type.name == "RESUMED", resumed
         return resumed
 
@@ -279,10 +281,8 @@ class Peer:
         """HELLO as rank 0 of one, REGISTER one chunk, CONFIGURE plain SGD, COMMIT: a job that is open, under a view."""
         welcome = self.hello()
         assert welcome.body["state"] == "initialise", welcome
-        registration, job_key = welcome.body["registration"], welcome.body["key"]
-        registrar = {"job": self.job, "rule": APPLY, "registration": registration, "key": job_key}
-        registrar["place"] = [0, 0, 1]
-        resumed = self.request("RESUME", body=registrar)
+        registration = welcome.body["registration"]
+        resumed = self.request("RESUME", body=self.proof)
         assert resumed.type.name == "RESUMED", resumed
         numel = values.numel()
         segments = [["weight", [numel], [1], 0, numel]]

@@ -103,3 +103,29 @@ def _follow_the_fastest(decide, self, now_s):
 @plant("decisions go to worker 0 alone", Coordinator, "_send")
 def _tell_worker_0(send, self, worker, message):
     return None if message.type is MessageType.RELEASE and worker.rank else send(self, worker, message)
+
+
+# ---- claims ----------------------------------------------------------------------------------------------------------
+
+
+@plant("a view's number counts before the key is looked at", Coordinator, "_judge_claims")
+def _believe_number(judge, self, message, sender):
+    self.last_number = max(self.last_number, message.body.get("view", 0))
+    return judge(self, message, sender)
+
+
+@plant("whoever has lost a job is believed under any key", Coordinator, "_refuse_other_life")
+def _believe_loss(refuse, self, rule):
+    self._lost = "the weights are lost"
+    refuse(self, rule)
+
+
+@plant("a coordinator takes whoever knows a rank and an incarnation for its member", Workers, "find")
+def _believe_incarnation(find, self, message, sender, job):
+    worker = self.by_rank.get(message.worker)
+    return (
+        worker if worker is not None and worker.incarnation == message.incarnation else find(self, message, sender, job)
+    )
+
+
+plant("a coordinator that lacks a view does not ask for it", Coordinator, "_lacks", constant(False))

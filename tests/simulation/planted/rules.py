@@ -127,3 +127,11 @@ def _adopt_all(view, self, job, message, sender):
 @plant("a shard says that it lacks nothing", Job, "resume")
 def _miss_nothing(resume, self, rank, pushes):
     return [], resume(self, rank, pushes)[1]
+
+
+@plant("a shard takes whoever knows a rank and an incarnation for the member", Job, "is_from_member")
+def _believe_incarnation(is_from, self, message, sender):
+    return self.is_member(message.worker, message.incarnation)
+
+
+plant("a newer registration replaces what was trained", Job, "check_place", constant(None))
