@@ -14,6 +14,7 @@ import math
 import sys
 from collections import deque
 from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -165,13 +166,12 @@ class Link(Channel):
         if self._is_silent(now_s):
             self._patience_leases *= 2  # where it was only slow
             self.open_next(now_s)
-        if not self.may_push or not self.sent:
-            return
-        push = next(iter(self.sent.values()))
-        heartbeat_s = self.job.heartbeat_s
-        if now_s - max(push.submitted_s, push.asked_s) >= heartbeat_s:
-            push.asked_s = now_s
-            self.send(Message(MessageType.WAITS, key=push.key, sequence=push.message.sequence))
+        pushes = self.sent.values() if self.may_push else ()
+        pulls = (one for one in self.requests.values() if one.is_sent and one.message.type is MessageType.PULL)
+        late = next(chain(pushes, pulls), None) if self.is_up else None
+        if late is not None and now_s - max(late.submitted_s, late.asked_s) >= self.job.heartbeat_s:
+            late.asked_s = now_s
+            self.send(Message(MessageType.WAITS, key=late.message.key, sequence=late.message.sequence))
 
     def _is_silent(self, now_s: float) -> bool:
         """Whether it leaves questions open, and may lead no more: its process may be stopped."""
@@ -195,8 +195,8 @@ class Link(Channel):
         elif kind is MessageType.RESUMED:
             self._receive_resumed(message, now_s)
         elif kind is MessageType.PENDING:
-            if push is not None:
-                push.pending = message.body
+            if (late := push or self.requests.get(message.sequence)) is not None:
+                late.pending = message.body
         elif kind is MessageType.ERROR:
             self._receive_error(push or self.requests.get(message.sequence), message, now_s)
         elif (request := self.receive_answer(message)) is not None:
@@ -279,7 +279,8 @@ class Link(Channel):
 
     @override
     def waits_for(self, operation: Request) -> str:
-        if not isinstance(operation, Push) or operation.pending is None:
+        if operation.pending is None:
             return ""
         ranks, is_log = operation.pending["waiting_for"], operation.pending.get("log")
-        return f"workers {ranks}" if ranks else "its log, whose disk may be full" if is_log else "other workers"
+        here = "its log, whose disk may be full, or its follower" if is_log else "other workers"
+        return f"workers {ranks}" if ranks else here

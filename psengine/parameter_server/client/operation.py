@@ -109,6 +109,8 @@ class Request:
         is_shared: the answer counts once all of the step's are there.
         reads_in_place: an answer in the server's memory stays there: see ``Push.take``.
         is_awaited: a thread waits for it.
+        pending: the body of the last PENDING: what the server waits for.
+        asked_s: when that was asked last.
     """
 
     message: Message
@@ -119,6 +121,8 @@ class Request:
     size_bytes: int = field(default=0, kw_only=True)
     follows_pushes: bool = field(default=False, kw_only=True)
     then: Callable[[Message | PSEngineError], None] | None = field(default=None, kw_only=True)
+    pending: dict[str, Any] | None = field(default=None, init=False)
+    asked_s: float = field(default=-math.inf, init=False)
     is_shared: bool = field(default=False, kw_only=True)
     reads_in_place: bool = field(default=False, kw_only=True)
     is_sent: bool = field(default=False, init=False)
@@ -208,15 +212,12 @@ class Push(Request):
     Attributes:
         spec, step, link: the chunk, the step of which it is, and where it goes.
         encoder: makes the chunk's payloads, where the job has a codec.
-        pending: the body of the last PENDING: what the server waits for.
     """
 
     spec: ChunkSpec = field(kw_only=True)
     step: Step = field(kw_only=True)
     link: Link = field(kw_only=True)
     encoder: ChunkEncoder | None = None
-    pending: dict[str, Any] | None = field(default=None, init=False)
-    asked_s: float = field(default=-math.inf, init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -242,6 +242,28 @@ def test_a_stall_is_one_line_however_many_chunks_and_one_when_it_ends(monkeypatc
         assert ended.startswith(f"worker 0 of job 'default' waits no longer {what}")
 
 
+def test_a_late_pull_says_that_the_server_waits_for_its_disk(monkeypatch, caplog):
+    monkeypatch.setenv("PSENGINE_STALL_S", "0.6")
+    may_answer = threading.Event()
+
+    def pull(peer, route, message):
+        asked.append(message)
+        return []
+
+    def pending(peer, route, message):
+        if may_answer.is_set():
+            return peer.reply(asked[0], T.VALUES, version=1, payload=torch.ones(SPECS[0].numel))
+        return peer.reply(message, T.PENDING, body={"waiting_for": [], "log": True})
+
+    asked = []
+    with connected() as (peer, session):
+        peer.script |= {T.PULL: pull, T.WAITS: pending}
+        pulled = session.pull(0, [torch.empty(SPECS[0].numel)])
+        eventually(lambda: any("its log, whose disk may be full" in line for line in lines_of(caplog)), "a reason")
+        may_answer.set()
+        pulled.wait()
+
+
 class TestStallsByAClockOfOurs:
     @pytest.fixture
     def link(self):

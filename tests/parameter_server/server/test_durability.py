@@ -411,6 +411,8 @@ def test_a_full_disk_stops_acknowledging_and_everything_else_is_answered(tmp_pat
             assert reader.request("RESUME", body={}).type.name == "RESUMED"
             assert reader.request("STATUS").type.name == "STATUS_REPORT"
             assert reader.request("ECHO", payload=torch.ones(3)).type.name == "ECHOED"
+            assert reader.request("PULL", key=0, sequence=1, timeout_s=0.3) is None
+            assert reader.request("WAITS", key=0, sequence=1).body == {"waiting_for": [], "log": True}
         assert peer.request("HEARTBEAT", body={"completed": 0}).type.name == "OK"
         flag.unlink()
         answer = peer.receive(10.0)

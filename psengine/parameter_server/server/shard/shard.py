@@ -50,9 +50,10 @@ _WRITES = {MessageType.REGISTER: Job.register, MessageType.CONFIGURE: Job.config
 # Who may send which message, beside RESUME. VIEW and RELEASE are the coordinator's, whoever forwards them: their digest
 # is checked.
 LEAST_ROLE = {
-    **dict.fromkeys((MessageType.VIEW, MessageType.RELEASE, MessageType.LIST, MessageType.PULL), Role.READER),
+    **dict.fromkeys((MessageType.VIEW, MessageType.RELEASE), Role.READER),
+    **dict.fromkeys((MessageType.LIST, MessageType.PULL, MessageType.WAITS), Role.READER),
     **dict.fromkeys(_WRITES, Role.REGISTRAR),
-    **dict.fromkeys((MessageType.PUSH, MessageType.WAITS, MessageType.RESULT), Role.MEMBER),
+    **dict.fromkeys((MessageType.PUSH, MessageType.RESULT), Role.MEMBER),
 }
 
 
