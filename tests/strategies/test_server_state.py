@@ -8,10 +8,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from support.processes import run_ranks
 from support.server_process import running_server
-from support.server_training import assert_equal, at_servers, batches, build, state_of, train, use
+from support.server_training import assert_equal, at_servers, batches, build, network, state_of, train, use
 from torch.nn import functional as F
 
 import psengine
@@ -72,3 +73,34 @@ def test_the_first_snapshot_is_there_before_the_first_step_and_older_than_the_op
             with running_server(bind=address, **options):
                 restarted.touch()
                 ranks.result(timeout=60)
+
+
+@pytest.mark.parametrize("strategy", ["async", "diloco-server:every=1,grace=0,outer_lr=1,outer_momentum=0"])
+def test_a_checkpoint_loaded_after_wrapping_is_trained_from_by_all(strategy, server):
+    job = f"load after {strategy[:5]}"
+    run_ranks(loaded_after_wrapping, 3, server.addresses[0], strategy, job)
+
+
+def loaded_after_wrapping(rank: int, world_size: int, address: str, strategy: str, job: str) -> None:
+    use(address)
+    os.environ["PSENGINE_JOB"] = job
+    checkpoint = network().state_dict()
+    module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
+    wrapped = psengine.DistributedDataParallel(module, strategy=strategy)
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=1.0), wrapped)
+    if rank == 0:  # it comes last: the others may train what the servers have from the beginning
+        until_s = time.monotonic() + 2
+        while not wrapped.statistics().updates and time.monotonic() < until_s:
+            time.sleep(0.05)
+    wrapped.load_state_dict({f"module.{name}": value for name, value in checkpoint.items()})
+    # The same gradient everywhere, whatever the weights.
+    torch.nn.utils.parameters_to_vector(wrapped.parameters()).sum().mul(0.125).backward()
+    optimizer.step()
+    psengine.barrier()
+    wrapped.strategy.pull_values()
+    version = wrapped.strategy.session.pull(wrapped.strategy.chunks.specs[0].key).wait().version
+    steps = version - 1  # worker 0's values were one
+    assert steps == 3 if strategy == "async" else 1 <= steps <= 2, steps
+    for name, value in checkpoint.items():
+        torch.testing.assert_close(module.state_dict()[name], value - 0.125 * steps)
+    wrapped.leave()

@@ -10,10 +10,11 @@ The servers hold what all agreed on last and the outer optimizer, in their snaps
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from typing_extensions import Unpack, override
 
 from psengine.parameter_server.chunk_codecs import only_gradients
@@ -81,7 +82,7 @@ class DilocoServer(Rounds, ServerStrategy):
     def _entered(self, state: str) -> None:
         """The servers get the outer optimizer; another worker's, with the same options, is the same."""
         self._outer = OuterStep(self.replica.parameters, self._rounds)
-        self._parts = [_Merge(self.session, self.chunks, self._buckets, self._outer)]
+        self._parts = [_Merge(self.session, self.chunks, self._buckets, self._outer, self.await_worker_0)]
         self._is_settled = True
 
     @override
@@ -109,13 +110,19 @@ class _Merge(Part):
     """
 
     def __init__(
-        self, session: WorkerSession, chunks: ChunkedReplica, buckets: Sequence[Bucket], outer: OuterStep
+        self,
+        session: WorkerSession,
+        chunks: ChunkedReplica,
+        buckets: Sequence[Bucket],
+        outer: OuterStep,
+        await_worker_0: Callable[[Mapping[int, torch.Tensor]], None],
     ) -> None:
         super().__init__()
         self._session = session
         self._chunks = chunks
         self._buckets = buckets
         self._outer = outer
+        self._await_worker_0 = await_worker_0
         specs = session.attach_optimizer(chunks.specs, outer.optimizer, outer.anchors)
         self._pushes = Pushes(session, chunks, specs)
         self._server_state = ServerState(outer.optimizer, outer.anchors, session, specs)
@@ -123,7 +130,15 @@ class _Merge(Part):
     @override
     def settle(self) -> None:
         super().settle()
-        self._store()
+        if self._session.rank == 0:
+            self._store()
+            return
+        written = {}
+        for bucket in self._buckets:
+            bucket.pack(self._outer.anchors_of(bucket))
+            chunks = self._chunks.of_bucket[bucket.index]
+            written.update({spec.key: bucket.flat[start:end].clone().cpu() for spec, start, end in chunks})
+        self._await_worker_0(written)
 
     def _store(self) -> None:
         if self._session.rank != 0:

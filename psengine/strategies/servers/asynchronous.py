@@ -20,6 +20,7 @@ from typing_extensions import Unpack, override
 from psengine.errors import ConfigurationError
 from psengine.parameter_server.client.operation import wait_all
 from psengine.protocol.hyperparameters import optimizer_name, wire_groups
+from psengine.protocol.layout import ChunkKind
 from psengine.strategies.base import StepStrategy
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
@@ -135,14 +136,20 @@ class AsyncServer(StepStrategy[ServerOptimizer], ServerStrategy):
         return sum(p._version for p in parameters), hash(tuple(p.data_ptr() for p in parameters))
 
     def _store_written(self) -> None:
-        """After a write (``load_state_dict``), send worker 0's values to the servers; those of others are lost."""
+        """After a write (``load_state_dict``), send worker 0's values to the servers; those of others are lost.
+
+        Before the first step others wait for worker 0's, so that nobody trains the values of before.
+        """
         if self._count_writes() == self._known_writes:
             return
-        if self.session.rank != 0:
+        parameters = [spec for spec in self.chunks.specs if spec.kind is ChunkKind.PARAMETER]
+        if self.session.rank != 0 and not self.completed_steps:
+            self.await_worker_0({spec.key: self.chunks.values(spec) for spec in parameters})
+        elif self.session.rank != 0:
             logger.warning("parameters were written on worker %d; only worker 0's writes count", self.session.rank)
-            return
-        logger.warning("parameters were written on worker 0; they become the servers' weights")
-        wait_all([self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs])
+        else:
+            logger.warning("parameters were written on worker 0; they become the servers' weights")
+            wait_all([self.session.store(spec.key, self.chunks.values(spec)) for spec in self.chunks.specs])
 
     # ---- another strategy follows ------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ close       say goodbye; stop the server that this process started
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypedDict
 
 import torch
@@ -36,6 +37,8 @@ from psengine.tensors.bucket import Bucket
 logger = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S = 300.0
+# How often a worker looks for what another one gives the servers.
+LOOK_AGAIN_S = 0.1
 # How long a change of strategies waits for the first answer of a server.
 CHECK_TIMEOUT_S = 10.0
 
@@ -265,6 +268,30 @@ class ServerStrategy(Strategy):
         self.chunks.write_back(specs)
         # Bytes that landed are writes: older graphs and other models may depend on the old values.
         torch.autograd.graph.increment_version(self.replica.state.values())
+
+    def await_worker_0(self, written: Mapping[int, torch.Tensor]) -> None:
+        """Parameters were written after wrapping, as on worker 0, whose values count: wait until the servers have them.
+
+        Where training is under way theirs count.
+
+        Args:
+            written: by chunk, this worker's values, 1-D on the CPU.
+
+        Raises:
+            ConfigurationError: worker 0 does not give the servers these within ``timeout_s``.
+        """
+        until_s = time.monotonic() + self._timeout_s
+        for key, values in written.items():
+            found = torch.empty_like(values)
+            while self.session.pull(key, [found]).wait().version == 0 and not torch.equal(found, values):
+                if time.monotonic() > until_s:
+                    raise ConfigurationError(
+                        f"parameters were written on worker {self.session.rank} after the model was wrapped, and worker"
+                        f" 0 has not written these (expected the same values within {self._timeout_s:g} s). Fix: load a"
+                        " checkpoint before psengine.DistributedDataParallel; or after it on every worker, or on worker"
+                        " 0 alone."
+                    )
+                time.sleep(LOOK_AGAIN_S)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
