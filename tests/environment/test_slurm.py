@@ -116,7 +116,7 @@ def test_a_killed_step_starts_again_and_the_other_workers_go_on(cluster, out):
     assert len({line["pid"] for line in survivor}) == 1
     first, again = (list(lines) for _, lines in itertools.groupby(killed, lambda line: line["pid"]))
     # It goes on where the servers' model is, under its number and on its node.
-    assert again[0]["step"] > first[-1]["step"]
+    assert again[0]["step"] >= first[-1]["step"]  # which may not have told the servers of its last one
     assert again[-1]["step"] == 119
     assert {line["host"] for line in killed} == {"node-3"}
 
