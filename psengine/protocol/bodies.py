@@ -203,12 +203,16 @@ class Joining(Commit, tag="join"):
 
 
 class Donated(Commit, tag="donated"):
-    """The state after ``step`` lies at the shards, for the worker that STATE_WANTED named."""
+    """The state after ``step`` lies at the shards, for the worker that STATE_WANTED named.
+
+    ``refused``: why it does not: there is no room for it.
+    """
 
     rank: bounds.Rank
     incarnation: bounds.Unsigned64
     step: bounds.Counted
     epochs: EpochsOfShards
+    refused: Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS)] | UnsetType = UNSET
 
 
 class ShardLife(Commit, tag="life"):

@@ -147,7 +147,12 @@ class Control(Channel):
             for shown in () if job.view_message is None else (job.view_message, *job.releases):
                 self.send(shown)
             self.say_hello(now_s)
-        elif message.sequence == self._hello or code in (ErrorCode.STATE_LOST, ErrorCode.ENDED, ErrorCode.VERSION):
+        elif message.sequence == self._hello or code in (
+            ErrorCode.STATE_LOST,
+            ErrorCode.ENDED,
+            ErrorCode.MEMORY,
+            ErrorCode.VERSION,
+        ):
             job.fail(self.refusal(self.requests.get(_EXPECTED), message))
         elif is_lost and (request is None or request.message.type is not MessageType.LEAVE):
             if request is not None:

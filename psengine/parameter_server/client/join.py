@@ -12,6 +12,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from psengine.parameter_server.client.job_connection import JobConnection
 from psengine.parameter_server.client.known_server import KnownServer
 from psengine.parameter_server.client.link import Link
 from psengine.parameter_server.client.operation import Request
+from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.layout import ChunkSpec, balance, first_difference
 from psengine.protocol.messages import MAX_SHARDS, ErrorCode, Message, MessageType
 
@@ -213,9 +215,14 @@ def donate(job: JobConnection, deposit: Callable[[], Iterable[Sequence[Request]]
     try:
         for stores in deposit():
             yield stores
-        facts = {"step": job.steps.completed, "epochs": [link.epoch for link in job.links]}
-        yield [job.control.commit("donated", **wanted.body, **facts)]
+        yield [job.control.commit("donated", **wanted.body, **_facts(job))]
     except ServerRefusedError as error:
+        if error.code == ErrorCode.MEMORY:  # the joiner's trouble, not this worker's
+            size_bytes = sum(store.size_bytes for store in stores)
+            why = f"the servers have no room for the state, {size_bytes} bytes in pieces: {error}"
+            logger.warning("%s cannot bring worker %d in: %s", job, wanted.body["rank"], why)
+            job.control.commit("donated", **wanted.body, **_facts(job), refused=why[:MAX_TEXT_CHARS])
+            return
         if error.code not in (*_BEGIN_AGAIN, ErrorCode.NOT_READY):
             raise
         # The joiner asks again; whether this worker is out too, WELCOME says.
@@ -224,6 +231,10 @@ def donate(job: JobConnection, deposit: Callable[[], Iterable[Sequence[Request]]
         for store in stores:
             store.abandon()  # where one fails, another could come after a later deposit's
         job.state_request = None  # who still waits is named again
+
+
+def _facts(job: JobConnection) -> dict[str, Any]:
+    return {"step": job.steps.completed, "epochs": [link.epoch for link in job.links]}
 
 
 def leave(job: JobConnection, *, failed: bool = False) -> Flow[None]:

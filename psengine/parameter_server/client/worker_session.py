@@ -336,7 +336,7 @@ class WorkerSession:
         return self._ask(Message(MessageType.PULL, key=piece, body={"blob": name}))
 
     def pull_blob(self, name: str) -> list[torch.Tensor]:
-        """All pieces of a blob, bytes by name at the lead, in order.
+        """All pieces of a blob, bytes by name that are spread over the shards, in order.
 
         Raises:
             ServerRefusedError: there is no such blob ("unknown_key").
@@ -354,7 +354,7 @@ class WorkerSession:
     def _ask(self, message: Message, **options: Any) -> Request:
         job, body, key = self.job_connection, message.body, message.key
         if "blob" in body:
-            link, what = job.links[0], f"piece {key} of {body['blob']!r}"
+            link, what = job.links[key % len(job.links)], f"piece {key} of {body['blob']!r}"
         else:
             slot = f"slot {body['slot']!r} of " if "slot" in body else ""
             link, what = self._link(key), slot + job.chunks.specs[key].describe()

@@ -674,6 +674,11 @@ class Coordinator(JobMemory):
         if worker.state is not WorkerState.MEMBER or not is_now:
             raise self._stale("deposited its state under an older view")
         worker.completed = max(worker.completed, body["step"])
+        if "refused" in body:
+            error = {"code": ErrorCode.MEMORY, "text": body["refused"]}
+            self._send(joiner, Message(MessageType.ERROR, self.number, body=error))
+            self._put_out(joiner, "evicted", "servers have no room for the state that it lacks")
+            return
         self._donation = worker, body["step"]
 
     def _hear_life(self, worker: Worker, message: Message) -> None:

@@ -96,6 +96,7 @@ class Job(RuleContext):
         self.registrars: set[bytes] = set()
         self.rules: dict[int, ChunkRule] = {}
         self.blobs: dict[str, dict[int, torch.Tensor]] = {}
+        self._pieces: dict[str, int] = {}  # of each blob, with those at other shards
         self.take_memory = take_memory
         self._note = note
 
@@ -321,7 +322,7 @@ class Job(RuleContext):
             pieces = self.blobs.get(name, {})
             if message.key not in pieces:
                 raise ProtocolError(f"there is no piece {message.key} of {name!r} here", ErrorCode.UNKNOWN_KEY)
-            return 0, pieces[message.key], {"pieces": len(pieces)}
+            return 0, pieces[message.key], {"pieces": self._pieces[name]}
         rule = self.find(message.key)
         if isinstance(rule, Rows):
             return rule.read_rows(message)
@@ -365,6 +366,7 @@ class Job(RuleContext):
         self.take_memory(piece.nbytes - known_bytes, f"piece {message.key} of {name!r}")
         here[message.key] = piece.clone()
         self.blobs[name] = {number: piece for number, piece in here.items() if number < pieces}
+        self._pieces[name] = pieces
 
     def size_bytes(self) -> int:
         """Memory of all chunks and blobs."""
