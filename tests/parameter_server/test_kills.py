@@ -29,6 +29,7 @@ from support.processes import run_ranks
 from support.server_process import Peer, ServerProcess, running_server
 from support.server_training import assert_equal, state_of
 from support.shard_world import APPLY, SGD, spec
+from support.waiting import eventually
 from support.worker_sessions import entered
 from torch import nn
 from torch.nn import functional as F
@@ -282,9 +283,14 @@ def test_a_stopped_server_keeps_its_workers_and_averages_over_all(server):
     assert set(phases_of(results[0], (0, 1, 2))) == {(0, 1, 2)}
 
 
-def test_a_server_with_an_older_state_than_was_acknowledged_serves_nobody(tmp_path: Path):
+TIERS = ({"durability": "log"}, {"durability": "log+replica", "election": "launcher={}/elector"})
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_a_server_with_an_older_state_than_was_acknowledged_serves_nobody(tmp_path: Path, tier: dict[str, str]):
     """It was started again with a copy from before: its workers know better."""
-    options = {"bind": f"ipc://{tmp_path}/socket", "lease_s": LEASE_S, "durability": "log"}
+    options = {name: value.format(tmp_path) for name, value in tier.items()}
+    options |= {"bind": f"ipc://{tmp_path}/socket", "lease_s": LEASE_S}
     with ExitStack() as context:
         server = context.enter_context(running_server(snapshot_dir=tmp_path / "kept", **options))
         session = entered(server.addresses[0], 0, [spec(0)], rule=APPLY)
@@ -304,6 +310,7 @@ def test_a_server_with_an_older_state_than_was_acknowledged_serves_nobody(tmp_pa
             assert peer.hello().body["code"] == "state_lost"
         server.kill()
         server = context.enter_context(running_server(snapshot_dir=tmp_path / "kept", **options))
+        eventually(lambda: server.job("job"), "it leads")
         with Peer(server.addresses[0]) as peer:
             assert peer.hello(rank=1, world_size=2).type.name == "WELCOME"
             assert server.job("job")[0]["version_min"] == 4
