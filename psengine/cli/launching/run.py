@@ -172,9 +172,10 @@ class _Agent(LocalElasticAgent):
 
     @override
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        if isinstance(sys.exc_info()[1], SignalException):
-            self._run.announce(death_sig)
+        is_signalled = isinstance(sys.exc_info()[1], SignalException)
         try:
+            if is_signalled:
+                self._run.announce(death_sig)
             super()._shutdown(death_sig, timeout)
         except SignalException:
             super()._shutdown(signal.SIGKILL, 0)
