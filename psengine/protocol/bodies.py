@@ -145,7 +145,7 @@ class Hello(Body):
 class Welcome(Body):
     """WELCOME. "reserved" answers a HELLO without rule. ``warning``: for this worker's log."""
 
-    state: Annotated[str, bounds.one_of("reserved", "initialise", "wait", "ready", "join")]
+    state: Annotated[str, bounds.one_of("reserved", "initialise", "wait", "ready", "join", "joined")]
     lease_s: bounds.Seconds
     heartbeat_s: bounds.Seconds
     registration: bounds.Unsigned64 | UnsetType = UNSET

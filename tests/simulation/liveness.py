@@ -30,7 +30,7 @@ class Liveness:
     def _check(self) -> None:
         world = self._world
         world.clock.after(CHECK_S, self._check)
-        if {fault.kind for fault in world.cluster.scenario.faults} == {"cut all"}:
+        if {fault.kind for fault in world.cluster.scenario.faults} == {"cut all"} and not world.has_killed:
             evicted = inspection.evicted_count(world.lead, world.name)
             require(not evicted, "a cut of everybody ended {} leases: {}", evicted, world.where())
         calm_s, longest_s, spared = world.faults.calm_s, self._longest_s, -1

@@ -77,7 +77,8 @@ class Stranger:
         leave = Message(MessageType.LEAVE, body={"completed": 0}, **who)
         beat = Message(MessageType.HEARTBEAT, view=LARGEST_CLAIM, body={"completed": 2**40, "blocked": True}, **who)
         view.body["digest"] = rng.randbytes(16)
-        said = rng.choice(([Message(MessageType.HELLO, body=hello, **who), view], [commit], [leave], [beat]))
+        greeting = [Message(MessageType.HELLO, body=hello, **who), view] if rule else [beat]
+        said = rng.choice((greeting, [commit], [leave], [beat]))
 
         def state() -> Any:
             found = server.coordinators.by_number.get(training.number)

@@ -82,6 +82,11 @@ class JobConnection(JobClient):
         """Each server's first shard; the other shards' links follow all of these."""
         return self.links[: len(self.options.addresses)]
 
+    @property
+    def is_joining(self) -> bool:
+        """Whether this worker begins with another's state."""
+        return self.state in ("join", "joined")
+
     def begin_push(self, push: Push) -> None:
         """A push was made; the I/O thread."""
         if (error := self.fatal or self.fenced) is not None:

@@ -4,6 +4,7 @@ WELCOME says   what follows
 initialise     REGISTER every chunk at its shard, COMMIT "registered", VIEW
 wait, ready    VIEW, LIST every shard, compare the model
 join           LIST, compare, COMMIT "join"; VIEW once another worker has deposited its state
+joined         VIEW has this worker, which has yet to read that state
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def take_part(
     def attempt(last_view: int) -> Flow[None]:
         if job.view is not None:
             job.check_servers()
-            if job.state != "join" and not job.has_state:
+            if not job.is_joining and not job.has_state:
                 yield from _compare(job, layout)
         elif job.state == "join":
             yield from _compare(job, layout)
@@ -112,7 +113,7 @@ def take_part(
     job.is_entering = True
     yield from _become_member(job, f"the values of job {job.options.job!r}", attempt)
     job.is_entering = False
-    return "initialised" if job.has_state else "joined" if job.state == "join" else "ready"
+    return "initialised" if job.has_state else "joined" if job.is_joining else "ready"
 
 
 def _become_member(job: JobConnection, what: str, attempt: Callable[[int], Flow[None]]) -> Flow[None]:

@@ -50,7 +50,8 @@ class WorkerSession:
 
     Attributes:
         state: what the coordinator first said: "initialise" (give the job its values), "wait" (another worker does),
-            "ready", or "join" (an averaging job is under way). For a reader "ready", or "wait": the job has no values.
+            "ready", "join" or "joined" (an averaging job is under way). For a reader "ready", or "wait": the job has no
+            values.
         job_connection: the client's core.
         telemetry: the counters in this worker's heartbeats; strategies fill them.
         segments: the memory that this worker shares with servers of its host.

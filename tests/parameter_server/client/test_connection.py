@@ -12,7 +12,7 @@ import pytest
 import torch
 import zmq
 from support.scripted_peer import SPECS, Peer, T
-from support.shard_world import APPLY, AVERAGE
+from support.shard_world import APPLY
 from support.waiting import eventually
 
 from psengine.errors import (
@@ -25,15 +25,12 @@ from psengine.errors import (
 )
 from psengine.parameter_server.client import connection, reachability
 from psengine.parameter_server.client.channel import Channel
-from psengine.parameter_server.client.job_connection import JobConnection
 from psengine.parameter_server.client.known_server import KnownServer
 from psengine.parameter_server.client.operation import Parking
-from psengine.parameter_server.client.runtime import Runtime
 from psengine.parameter_server.client.stalls import StallWatch
 from psengine.parameter_server.client.worker_session import Request, SessionOptions, WorkerSession, wait_all
 from psengine.protocol.frames import encode
 from psengine.protocol.messages import Message
-from psengine.protocol.views import View, ViewMember, message_of
 
 
 @contextlib.contextmanager
@@ -291,48 +288,3 @@ class TestStallsByAClockOfOurs:
         self.begin(link, 0.0)
         assert self.looked(StallWatch(30.0), [link], 130, caplog) == [30, 60, 90, 120]
         assert "and gives up in 999970 s. The server was never heard from" in lines_of(caplog)[0]
-
-
-class UnsentTransport:
-    """Calls at once, and sends nothing."""
-
-    segments, is_own_thread = None, True
-
-    def do(self, function, *arguments):
-        function(*arguments)
-
-    def open(self, channel):
-        channel.connected(0.0)
-
-    def send(self, channel, message):
-        pass
-
-
-def test_a_coordinator_that_restarted_has_not_heard_who_asked_to_join():
-    options = SessionOptions(addresses=["tcp://a:1"], rule=AVERAGE, rank=0)
-    job = JobConnection(options, Runtime(now_s=lambda: 0.0, connect=lambda job: UnsentTransport()))
-    job.open(job.control)
-
-    def welcome(epoch, state):
-        body = {"state": state, "lease_s": 5.0, "heartbeat_s": 1.0, "key": bytes(32), "registration": 1}
-        job.control.received(Message(T.WELCOME, worker=0, incarnation=4, epoch=epoch, body=body), 0.0)
-
-    def view(number, *members):
-        view = View(number, 1, members, ())
-        job.control.received(message_of(view, bytes(32), 0), 0.0)
-
-    me, other = ViewMember(0, 4, "", 1), ViewMember(1, 5, "", 1)
-    welcome(1, "ready")
-    view(1, me, other)
-    view(2, other)
-    assert job.fenced is not None
-    welcome(1, "join")
-    asked = job.ask_to_join(1)
-    job.control.received(Message(T.OK, sequence=asked.message.sequence), 0.0)
-    welcome(2, "wait")
-    view(3, me, other)  # as a former view had it
-    assert job.fenced is not None
-    asked = job.ask_to_join(1)
-    job.control.received(Message(T.OK, sequence=asked.message.sequence), 0.0)
-    view(4, me, other)
-    assert job.fenced is None

@@ -187,6 +187,9 @@ class Coordinator(JobMemory):
         welcome = (self._welcome_state(worker), self.registration)
         # All hear also unasked of another registration, with its key, and who waits that it has to join.
         is_news = welcome[1] != worker.welcomed[1] or (welcome[0] == "join" and worker in self.workers.waiting)
+        is_news |= (
+            welcome[0] == "joined" and worker.welcomed[0] == "wait"
+        )  # before the view that it was told to wait for
         is_news |= bool(worker.warning)
         if worker.route and worker.welcomed != welcome and (not worker.welcomed[0] or is_news):
             worker.welcomed = welcome
@@ -214,8 +217,10 @@ class Coordinator(JobMemory):
             return "initialise"
         if self.state is not JobState.OPEN or (self.averages and self.view is None):
             return "wait"
-        if self.averages:  # who may not have read another's state has to ask for it
-            return "ready" if is_member and (worker.has_begun or worker.first_step == 1) else "join"
+        if self.averages and not is_member:
+            return "join"
+        if self.averages:  # others deposit no state before a newcomer has read what it was admitted with
+            return "ready" if worker.has_read or worker.has_begun or worker.first_step == 1 else "joined"
         return "wait" if worker.unreachable and not is_member else "ready"
 
     def _welcome(self, worker: Worker, state: str) -> None:
@@ -337,7 +342,8 @@ class Coordinator(JobMemory):
         worker.process_id = sender.process
         worker.welcomed, worker.told = ("", 0), 0
         # A joiner that does not know the view which has it says how far it was before.
-        if not self.averages or body.get("view", -1) >= worker.admitted:
+        worker.has_read = body.get("view", -1) >= worker.admitted  # a newcomer claims its view with its first push
+        if not self.averages or worker.has_read:
             worker.completed = max(worker.completed, body.get("completed", 0))
         self._hear_cut(worker, body)
         if rule is not None:
@@ -882,7 +888,8 @@ class Coordinator(JobMemory):
                 self._put_out(worker, "evicted", "it lacks averages that a restarted server cannot give again")
         for worker, first_step in newcomers:
             worker.advance("admitted")
-            worker.first_step, worker.admitted, worker.is_blocked, worker.committed = first_step, number, False, 0
+            worker.first_step, worker.admitted, worker.committed = first_step, number, 0
+            worker.is_blocked = worker.has_read = False
             if self.averages:
                 worker.completed = first_step - 1
                 newest = max(newest, worker.completed)

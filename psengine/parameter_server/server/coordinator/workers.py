@@ -52,6 +52,7 @@ class Worker:
     checkpoint: int = 0
     processes: str = ""
     is_of_next: bool = False  # it came when the training was over, and waits for the next one
+    has_read: bool = False  # it has the state with which it was admitted
     ended_s: float | None = None  # since when its connection has ended
     is_blocked: bool = False  # it waits for answers for more than a heartbeat
     is_elsewhere: bool = False  # it waits for other workers, and contributes nothing before they come
