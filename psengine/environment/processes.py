@@ -11,6 +11,12 @@ import torch
 
 
 @functools.cache
+def share_of_cores(processes: int) -> int:
+    """Threads for each of so many processes: the cores that this one may use, shared out; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // processes)
+
+
 def process_table() -> str:
     """A word for the processes that this one can see by number: the same in another process if, and only if, process
     numbers mean the same there. Hosts and containers may have a name in common. Empty where Linux does not say.

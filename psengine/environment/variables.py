@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 # ``psengine run`` marks its workers with it, and their children inherit it.
 RUN_ID = "PSENGINE_RUN_ID"
+# What it has set OMP_NUM_THREADS to, where the user had not set it.
+RUN_THREADS = "PSENGINE_RUN_THREADS"
 
 
 def default_strategy() -> str:
@@ -48,6 +50,16 @@ def continues_training() -> bool:
     """
     names = ("PSENGINE_CONTINUE", "SLURM_RESTART_COUNT")
     return any(os.environ.get(name, "0").strip() not in ("", "0") for name in names)
+
+
+def has_chosen_threads() -> bool:
+    """Return whether OMP_NUM_THREADS is the user's, and not set by ``psengine run`` or torchrun.
+
+    torchrun sets 1, which cannot be told from a user's 1.
+    """
+    by_torchrun = not os.environ.get(RUN_ID) and os.environ.get("TORCHELASTIC_RUN_ID")
+    launchers = "1" if by_torchrun else os.environ.get(RUN_THREADS)
+    return os.environ.get("OMP_NUM_THREADS", "").strip() not in ("", launchers)
 
 
 def read_variable(name: str) -> str | None:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from psengine.environment.devices import choose_device
+from psengine.environment.processes import share_of_cores
 from psengine.errors import CollectiveError, ConfigurationError, PSEngineError
 
 MAX_RANKS = 64
@@ -326,8 +327,7 @@ def _end_with_launcher(connection: Connection) -> None:
 
 
 def _join(setup: _Setup, note: Callable[[str], None]) -> Place:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    torch.set_num_threads(setup.threads or max(1, cores // setup.world_size))
+    torch.set_num_threads(setup.threads or share_of_cores(setup.world_size))
     device, backend = torch.device("cpu"), "gloo"
     if setup.device == "cuda":
         count = torch.cuda.device_count()

@@ -79,6 +79,8 @@ def test_threads(monkeypatch):
     (finding,) = run_check(machine.threads, {"OMP_NUM_THREADS": str(cores), "LOCAL_WORLD_SIZE": "2"})
     assert finding.level == "warning"
     assert f"ranks here: 2, threads of each: {cores}" in finding.text
+    (finding,) = run_check(machine.threads, {"OMP_NUM_THREADS": "0", "PSENGINE_STRATEGY": "sync:virtual_workers=999"})
+    assert finding.fix == "set OMP_NUM_THREADS=1"
 
 
 def _hostnames(rank, world_size):

@@ -15,7 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 
 import pytest
-from support import elastic_training
+from support import elastic_training, wide_training
 from support.command_process import (
     RunningCommand,
     run_command,
@@ -29,6 +29,7 @@ from support.holding import Hold
 from support.processes import free_port
 from support.server_process import running_server
 
+from psengine.environment.processes import share_of_cores
 from psengine.errors import CollectiveError, PSEngineError, ServerError
 from psengine.parameter_server.client import elastic
 from psengine.parameter_server.client.connection import PROCESS
@@ -125,6 +126,44 @@ def test_when_all_die_at_once_training_goes_on_from_a_checkpoint(tmp_path):
         said = re.findall(r"process (\d+) worker \d step (\d+)", command.stdout)
         assert min(int(step) for process, step in said if int(process) not in processes) > 1
         assert weights_in(command.stdout) == {undisturbed()}
+
+
+def trained(directory: Path, *start: str, threads: int | None = None) -> tuple[set[tuple[str, str]], str]:
+    """(digest and threads of each worker, stderr) of a training from the oldest checkpoint in ``directory`` on."""
+    for newer in sorted(directory.glob("checkpoint-*"))[1:]:
+        newer.unlink()
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    environment |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+    command = [sys.executable, *start, wide_training.__file__, str(directory)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return set(re.findall(r"weights (\w+) threads (\d+)", done.stdout)), done.stderr
+
+
+def test_bits_depend_neither_on_the_number_of_workers_nor_on_the_launcher(tmp_path):
+    run, fair = ("-m", "psengine.cli.main", "run", "--workers"), share_of_cores(4)
+    three, _ = trained(tmp_path, *run, "3", *INDEPENDENT)
+    assert [threads for _, threads in three] == [str(fair)]
+    resumed, stderr = trained(tmp_path, *run, "1", *INDEPENDENT)
+    assert resumed == three
+    assert "another threads" not in stderr
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    for number, start in enumerate([torchrun, (*run, "1"), ()]):
+        assert trained(tmp_path / str(number), *start)[0] == three
+
+
+def test_a_job_goes_on_with_the_threads_of_its_checkpoint(tmp_path):
+    """Unless OMP_NUM_THREADS says otherwise; the log says so."""
+    fair = share_of_cores(4)
+    other = fair + 1
+    first, _ = trained(tmp_path, threads=other)
+    assert [threads for _, threads in first] == [str(other)]
+    resumed, stderr = trained(tmp_path)
+    assert resumed == first
+    assert "another threads" not in stderr
+    changed, stderr = trained(tmp_path, threads=fair)
+    assert [threads for _, threads in changed] == [str(fair)]
+    assert f"another threads, so this job's next steps differ (expected {other}, got {fair})" in stderr
 
 
 def test_who_differs_is_refused_once_and_the_others_go_on(tmp_path):

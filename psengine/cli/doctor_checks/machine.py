@@ -18,6 +18,7 @@ import psengine
 from psengine.cli.doctor_checks.findings import CheckContext, Finding, Level, read_text
 from psengine.environment import installation
 from psengine.kernels import native, ops
+from psengine.specification import Specification
 from psengine.version import __version__
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -69,7 +70,10 @@ def threads(context: CheckContext) -> Iterator[Finding]:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     usable = min(float(allowed), _cpu_quota())
     ranks = context.number("LOCAL_WORLD_SIZE") or 1
-    fair = f"set OMP_NUM_THREADS={max(1, int(usable) // ranks)}"
+    strategy = Specification.parse("strategy", context.variables.get("PSENGINE_STRATEGY", "").strip() or "sync")
+    # With virtual workers, bits depend on the number of threads, so it depends on no number of ranks.
+    shares = max(ranks, int(str(strategy.written.get("virtual_workers", ranks))))
+    fair = f"set OMP_NUM_THREADS={max(1, int(usable) // shares)}"
     given = context.variables.get("OMP_NUM_THREADS", "").strip()
     text = f"ranks here: {ranks}, threads of each: {torch.get_num_threads()}, cores: {usable:g} of {os.cpu_count()}"
     if given and not given.split(",")[0].lstrip("0").isdecimal():

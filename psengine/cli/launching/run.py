@@ -44,7 +44,8 @@ from psengine.cli.launching.plan import Plan
 from psengine.cli.launching.processes import GRACE_S, end_left_behind, is_forced
 from psengine.cli.launching.servers import ServerGroup
 from psengine.environment.launchers import PLACEMENT_VARIABLES, WORKER, WORKERS
-from psengine.environment.variables import RUN_ID, read_variable, set_variables
+from psengine.environment.processes import share_of_cores
+from psengine.environment.variables import RUN_ID, RUN_THREADS, has_chosen_threads, read_variable, set_variables
 from psengine.errors import CollectiveError, ConfigurationError
 
 _POLL_S = 0.1
@@ -296,13 +297,11 @@ def _why(end: RankEnd) -> str:
 def _workers_variables(run: Run, servers: list[str]) -> dict[str, str | None]:
     """What workers inherit from this process."""
     plan = run.plan
-    variables: dict[str, str | None] = {
-        # A segmentation fault says where.
-        "PYTHONFAULTHANDLER": "1",
-        # As many threads as cores, shared out; torchrun gives each worker one.
-        "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // plan.workers)),
-    }
-    variables = {name: read_variable(name) or value for name, value in variables.items()}
+    # A segmentation fault says where.
+    variables: dict[str, str | None] = {"PYTHONFAULTHANDLER": read_variable("PYTHONFAULTHANDLER") or "1"}
+    variables[RUN_THREADS] = None
+    if not has_chosen_threads():  # torchrun gives each worker one
+        variables["OMP_NUM_THREADS"] = variables[RUN_THREADS] = str(share_of_cores(plan.workers))
     variables |= {**plan.variables, RUN_ID: run.mark, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(plan.signals)}
     if servers:
         variables["PSENGINE_SERVERS"] = ",".join(servers)

@@ -38,6 +38,9 @@ class Checkpoints:
         steps: one is due after each multiple of so many.
         directory: made if it is absent.
 
+    Attributes:
+        facts: of this job; written into each, and compared when one is loaded.
+
     Raises:
         ConfigurationError: ``steps`` is no number of steps.
         OSError: the directory cannot be made.
@@ -53,25 +56,22 @@ class Checkpoints:
 
         Path(directory).mkdir(parents=True, exist_ok=True)
         self._disk = DirectoryDisk(Path(directory))
-        self._facts: dict[str, str] = {}
+        self.facts: Mapping[str, str] = {}
         self._damaged: set[int] = set()
         self._writer = threading.Thread()
 
-    def newest(self, facts: Mapping[str, str]) -> int:
-        """The step of the newest that is whole, 0 without one; the log names those that are not.
+    def newest(self) -> tuple[int, Mapping[str, str]]:
+        """The step of the newest that is whole, and the facts of its job; 0 and none without one.
 
-        Args:
-            facts: of this job, which are compared when a checkpoint is loaded.
+        The log names those that are not whole.
         """
-        self._facts = dict(facts)
         for step in reversed(self._found()):
             try:
-                self._read(step)
-                return step
+                return step, self._read(step)[1]
             except (OSError, ValueError) as error:
                 self._damaged.add(step)
                 logger.warning("checkpoint %s is skipped: %s", self.path(step), error)
-        return 0
+        return 0, {}
 
     def load(self, step: int) -> Snapshot:
         """Read the checkpoint of ``step``, which ``newest`` has named.
@@ -80,11 +80,11 @@ class Checkpoints:
             OSError, ValueError: it cannot be read any more.
         """
         snapshot, facts = self._read(step)
-        for name in sorted(facts.keys() | self._facts.keys()):
-            if facts.get(name) != self._facts.get(name):
+        for name in sorted(facts.keys() | self.facts.keys()):
+            if facts.get(name) != self.facts.get(name):
                 logger.warning(
                     "%s is of a job with another %s, so this job's next steps differ (expected %s, got %s)",
-                    *(self.path(step), name, facts.get(name), self._facts.get(name)),
+                    *(self.path(step), name, facts.get(name), self.facts.get(name)),
                 )
         return snapshot
 
@@ -100,7 +100,7 @@ class Checkpoints:
                 *(snapshot.completed, self._disk),
             )
             return
-        parts = take_apart(vars(snapshot) | {"facts": self._facts}).copied()
+        parts = take_apart(vars(snapshot) | {"facts": dict(self.facts)}).copied()
         arguments = snapshot.completed, parts
         self._writer = threading.Thread(target=self._write, args=arguments, name="psengine-checkpoint", daemon=True)
         self._writer.start()

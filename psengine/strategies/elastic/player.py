@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from psengine.collectives.base import Collective
+from psengine.environment.processes import share_of_cores
+from psengine.environment.variables import has_chosen_threads
 from psengine.errors import CollectiveError, ConfigurationError, FencedError, ReductionError
 from psengine.parameter_server.client.addresses import parse_addresses
 from psengine.protocol.messages import ErrorCode
@@ -124,8 +126,13 @@ class Player:
                 " model once; give up a wrapped model that is not trained."
             )
         self.state.check_complete()
+        checkpoint, written = (0, {}) if self._checkpoints is None else self._checkpoints.newest()
+        if not has_chosen_threads():
+            # Sums depend on it, so it depends on no number of workers; a job goes on with the number that it had.
+            torch.set_num_threads(int(written.get("threads", share_of_cores(self.virtual_workers))))
         alike = {"virtual workers": str(self.virtual_workers)} | self.state.facts() | dict(facts)
-        checkpoint = 0 if self._checkpoints is None else self._checkpoints.newest(alike)
+        if self._checkpoints is not None:
+            self._checkpoints.facts = alike
         self._adopt(self._membership.enter(alike, checkpoint))
         assert self.completed is not None, "who is in a group has its state"
         return self.completed + 1
