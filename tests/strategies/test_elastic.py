@@ -101,6 +101,29 @@ def test_native_bits_with_any_number_of_workers(case, virtual_workers):
             assert all(one == other for one, other in zip(seen, expected, strict=True) if one is not None)
 
 
+def train_two(rank: int, world_size: int) -> list[Any]:
+    """The weights of two models; a batch says which one has its backward first."""
+    torch.manual_seed(0)
+    models = [psengine.DistributedDataParallel(nn.Linear(8, 5), strategy="sync:virtual_workers=3") for _ in "ab"]
+    optimizers = [psengine.DistributedOptimizer(torch.optim.SGD(one.parameters(), 0.1), one) for one in models]
+    x = torch.randn(36, 8, generator=torch.Generator().manual_seed(1))
+    loader = psengine.ElasticLoader(TensorDataset(x, x.argmax(1) % 5), batch_size=3, seed=1)
+    for step in loader.steps(next(loader.epochs(1))):
+        for inputs, labels in step.batches:
+            for model in models if inputs[0, 0] > 0 else models[::-1]:
+                F.cross_entropy(model(inputs), labels).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.tolist() for model in models for parameter in model.parameters()]
+
+
+def test_batches_may_say_which_model_goes_first():
+    """Native DDP waits for ever here: a backward waits for the same model's on all ranks."""
+    (alone,) = run_ranks(train_two, 1)
+    assert run_ranks(train_two, 2) == [alone, alone]
+
+
 def test_whoever_lives_keeps_what_it_plays():
     owners: dict[int, int] = {}
     for workers in ([0, 1, 2], [0, 2], [0, 2, 5], [5], [1, 5], [0, 1, 2, 3, 4, 5, 6, 7]):
