@@ -148,7 +148,7 @@ struct Fp4Block {
 
   // The magnitudes of the codes 0 to 7, times a scale.
   struct Magnitudes {
-#if defined(PSENGINE_AVX512) || defined(PSENGINE_AVX2)
+#if defined(PSENGINE_F16C)
     Floats table;
 
     explicit Magnitudes(float scale) {

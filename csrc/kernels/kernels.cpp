@@ -12,12 +12,6 @@
 
 namespace psengine {
 
-extern const Kernels baseline_kernels;
-#if PSENGINE_X86
-extern const Kernels avx2_kernels;
-extern const Kernels avx512_kernels;
-#endif
-
 namespace {
 
 #if PSENGINE_X86

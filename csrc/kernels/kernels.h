@@ -111,6 +111,9 @@ struct Kernels {
 
 void finish_streaming();
 
+// One for each instruction set; the last two exist on x86-64 alone.
+extern const Kernels baseline_kernels, avx2_kernels, avx512_kernels;
+
 // The table for this processor.
 const Kernels& kernels();
 

@@ -71,26 +71,9 @@ inline float widen(float value) { return value; }
 inline double widen(double value) { return value; }
 inline float widen(BFloat16 value) { return bits_float(uint32_t(value.bits) << 16); }
 
-template <class T>
-inline T narrow(double value);
-template <class T>
-inline T narrow(float value);
-
-template <>
-inline float narrow<float>(float value) {
-  return value;
-}
-template <>
-inline float narrow<float>(double value) {
-  return float(value);
-}
-template <>
-inline double narrow<double>(double value) {
-  return value;
-}
-template <>
-inline double narrow<double>(float value) {
-  return double(value);
+template <class T, class W>
+inline T narrow(W value) {
+  return T(value);
 }
 // Round to nearest even; a NaN, which rounding could turn into infinity, becomes the quiet one.
 template <>

@@ -15,14 +15,12 @@
 #define PSENGINE_VECTOR_BYTES 32
 #define PSENGINE_F16C
 #define PSENGINE_FMA
-#define PSENGINE_AVX2
 
 namespace psengine {
 namespace {
 #include "kernels/kernels.inl"
 }  // namespace
 
-extern const Kernels avx2_kernels;
 const Kernels avx2_kernels = PSENGINE_TABLE("avx2");
 
 }  // namespace psengine

@@ -23,7 +23,6 @@ namespace {
 #include "kernels/kernels.inl"
 }  // namespace
 
-extern const Kernels avx512_kernels;
 const Kernels avx512_kernels = PSENGINE_TABLE("avx512");
 
 }  // namespace psengine

@@ -15,7 +15,6 @@ namespace {
 #include "kernels/kernels.inl"
 }  // namespace
 
-extern const Kernels baseline_kernels;
 const Kernels baseline_kernels = PSENGINE_TABLE("baseline");
 
 }  // namespace psengine

@@ -14,7 +14,6 @@
 
 namespace psengine {
 
-extern const Kernels baseline_kernels;
 
 namespace {
 
