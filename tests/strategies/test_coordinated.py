@@ -20,13 +20,10 @@ from support.command_process import (
     RunningCommand,
     run_command,
     running_command,
-    running_server_command,
-    servers_of,
 )
 from support.elastic_training import await_another, process_of, weights_in
 from support.expectations import raises
 from support.holding import Hold
-from support.processes import free_port
 from support.server_process import running_server
 
 from psengine.environment.processes import share_of_cores
@@ -59,57 +56,21 @@ def await_checkpoint(command: RunningCommand, directory: Path) -> None:
     command.wait_until(lambda: list(directory.glob("checkpoint-*.safetensors")))
 
 
-def kill_the_first_and_stop_another(command: RunningCommand) -> None:
-    first, second = process_of(command, 0, 5), process_of(command, 1, 5)
-    os.kill(first, signal.SIGKILL)
-    os.kill(second, signal.SIGSTOP)
-    command.wait_until(lambda: re.search(r"worker 2 step 1[0-9]", command.stdout))
-    os.kill(second, signal.SIGCONT)
-    # It exits, and another process joins in its place.
-    command.wait_until(lambda: "went on without worker 1" in command.stderr)
-    await_another(command, 0, first)
-    await_another(command, 1, second)
-
-
-def kill_the_coordinator_and_one(command: RunningCommand) -> None:
-    worker = process_of(command, 2, 5)
-    (server,) = servers_of(command.pid)
-    os.kill(server, signal.SIGKILL)
-    os.kill(worker, signal.SIGKILL)
-    await_another(command, 2, worker)
-
-
-@pytest.mark.parametrize(
-    "disturb",
-    [kill_the_first_and_stop_another, pytest.param(kill_the_coordinator_and_one, marks=pytest.mark.slow)],
-)
-def test_whoever_dies_the_weights_are_those_of_the_undisturbed_run(disturb, tmp_path):
+def test_whoever_dies_the_weights_are_those_of_the_undisturbed_run(tmp_path):
     arguments = ["run", "--workers", "3", *INDEPENDENT, "--server-option", "lease_s=2", SCRIPT, "0.02"]
     hold = Hold(tmp_path, 40)
     with running_command(arguments, environment=hold.environment) as command:
-        disturb(command)
+        first, second = process_of(command, 0, 5), process_of(command, 1, 5)
+        os.kill(first, signal.SIGKILL)
+        os.kill(second, signal.SIGSTOP)
+        command.wait_until(lambda: re.search(r"worker 2 step 1[0-9]", command.stdout))
+        os.kill(second, signal.SIGCONT)
+        # It exits, and another process joins in its place.
+        command.wait_until(lambda: "went on without worker 1" in command.stderr)
+        await_another(command, 0, first)
+        await_another(command, 1, second)
         hold.release()
         assert command.wait() == 0, command.stderr
-        assert weights_in(command.stdout) == {undisturbed()}
-
-
-@pytest.mark.slow
-def test_training_goes_on_without_a_coordinator_until_somebody_dies(tmp_path):
-    bind = f"tcp://127.0.0.1:{free_port()}"
-    start = ["--bind", bind, "--lease-s", "2"]
-    arguments = ["run", "--workers", "2", *INDEPENDENT, "--server-address", bind, SCRIPT, "0.05"]
-    hold = Hold(tmp_path, 30, 50)
-    with running_command(arguments, environment=hold.environment) as command:
-        with running_server_command(start) as server:
-            worker = process_of(command, 1, 3)
-            server.signal(signal.SIGKILL)
-            assert server.wait() == -signal.SIGKILL
-        hold.release()
-        process_of(command, 0, 40)
-        os.kill(worker, signal.SIGKILL)
-        hold.release()
-        with running_server_command(start):
-            assert command.wait() == 0, command.stderr
         assert weights_in(command.stdout) == {undisturbed()}
 
 

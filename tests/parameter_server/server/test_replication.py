@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -104,34 +102,6 @@ def test_after_a_takeover_all_bits_are_those_of_the_undisturbed_run(tmp_path, ru
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
-
-
-def test_answers_wait_until_a_lost_follower_cannot_lead_and_it_comes_back_anew(tmp_path):
-    """Its worker is told where the follower is."""
-    with pair(tmp_path) as (leader, follower), ExitStack() as stack:
-        specs = [spec(0, 1000), *(spec(key) for key in range(1, 60))]  # more than a small description
-        (worker,) = stack.enter_context(crew(leader.addresses[0], 1, specs, rule=APPLY))
-        optimizer = torch.optim.SGD([parameter := torch.zeros(1)], lr=1.0)
-        worker.attach_optimizer([spec(0, 1000)], optimizer, {"p0": parameter})
-        worker.push(0, torch.ones(1000), []).wait()
-        former = follower.status()["epoch"]
-        follower.signal(signal.SIGSTOP)
-        push = worker.push(0, torch.ones(1000), [])
-        worker.end_step()
-        time.sleep(LEASE_S / 4)
-        assert not push.is_done
-        push.wait()
-        assert not is_in_sync(leader)
-        acknowledged = 2
-        follower.signal(signal.SIGCONT)
-        while not is_in_sync(leader):
-            worker.push(0, torch.ones(1000), []).wait()
-            acknowledged += 1
-        leader.kill()
-        worker.push(0, torch.ones(1000), values := [torch.empty(1000)]).wait()
-        assert torch.equal(values[0], torch.full((1000,), -1.0 - acknowledged))
-        assert follower.status()["epoch"] > former
-        assert "anew" in [event["kind"] for event in follower.status()["events"]]
 
 
 def test_who_may_follow(tmp_path):
