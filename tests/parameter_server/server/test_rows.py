@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import math
-import random
 
 import pytest
 import torch
 from support.shard_world import APPLY, AVERAGE, MERGE, Worker, World, codes, spec, table, team, world_of
 
 from psengine.errors import SnapshotError
-from psengine.kernels.row_table import RowTable, part_of, sum_by_row
-from psengine.parameter_server.server.durability.inspection import back_up
+from psengine.kernels.row_table import part_of
 from psengine.parameter_server.server.durability.restoring import place_into, recover
 from psengine.parameter_server.server.log.disk import DirectoryDisk
-from psengine.parameter_server.server.log.log import ShardLog
 from psengine.parameter_server.server.snapshots.files import ServerState
 from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.protocol.frames import decode, encode
 from psengine.protocol.layout import first_difference
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode, Message, MessageType
 from psengine.protocol.rows import pack_rows, unpack_rows
-
-BOUNDED = APPLY | {"max_staleness": 1}
-OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
-ALL = torch.arange(40)
 
 
 def ids_of(*ids):
@@ -33,17 +26,6 @@ def ids_of(*ids):
 
 def random_rows(count, generator, dim=4):
     return torch.randn(count, dim, generator=generator)
-
-
-def twin_of(one):
-    of = one.table
-    return RowTable(of.dim, optimizer=of.optimizer, eps=of.eps, seed=of.seed, number=of.number, std=of.std)
-
-
-def rows_of(twin, ids):
-    found = torch.empty(len(ids), twin.dim)
-    twin.gather(ids, found)
-    return found
 
 
 def kept(shard):
@@ -56,47 +38,6 @@ def kept(shard):
             rows = zip(values, states, stamps, strict=True)
             found[chunk.key] = chunk.meta["version"], dict(zip(ids, rows, strict=True))
     return found
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_pushed_rows_step_and_others_are_computed(optimizer):
-    one = table(optimizer=optimizer)
-    world, workers = world_of(2, [one], rule=APPLY)
-    twin, generator, reader = twin_of(one), torch.Generator().manual_seed(1), Worker(world)
-    assert torch.equal(reader.pull_rows(0, ALL), rows_of(twin, ALL))
-    for step in range(1, 4):
-        for worker, ids in zip(workers, (ids_of(3, 8), ids_of(3, 9, 30)), strict=True):
-            rows = random_rows(len(ids), generator)
-            (answer,) = worker.push_rows(0, step, ids, rows, lr=0.1 * step)
-            assert (answer.type, answer.payload, answer.body) == (MessageType.UPDATED, None, {})
-            twin.step(ids, rows, 0.1 * step, answer.version)
-    assert torch.equal(reader.pull_rows(0, ALL), rows_of(twin, ALL))
-    assert world.shard.status().jobs["demo"].table_rows == {"users": 4}  # pulls have made none
-    again = workers[0].push_rows(0, 3, ids_of(3), torch.ones(1, 4))
-    assert [answer.type for answer in again] == [MessageType.UPDATED]
-    assert torch.equal(reader.pull_rows(0, ALL), rows_of(twin, ALL))
-
-
-def test_merged_rows_are_added_in_the_order_of_ranks_and_step_once():
-    one = table()
-    world, workers = world_of(3, [one], rule=MERGE | {"quorum": 3})
-    twin, generator = twin_of(one), torch.Generator().manual_seed(1)
-    pushes = [(ids_of(3, 8, 9), random_rows(3, generator)), (ids_of(), torch.empty(0, 4)),
-              (ids_of(2, 3, 9), random_rows(3, generator))]  # fmt: skip
-    for worker, (ids, rows) in reversed(list(zip(workers, pushes, strict=True))):
-        assert worker.push_rows(0, 1, ids, rows, divisor=3) == []
-    world.release(workers, 1, contributors=tuple((rank, 1) for rank in (2, 0, 1)))
-    assert [len(worker.take(MessageType.UPDATED)) for worker in workers] == [1, 1, 1]
-    twin.step(*sum_by_row(pushes), 0.5, 1)
-    assert torch.equal(workers[0].pull_rows(0, ALL), rows_of(twin, ALL))
-
-    # Worker 2 dies before it pushes: the others' rows were divided by 3.
-    for worker, (ids, rows) in list(zip(workers, pushes, strict=True))[:2]:
-        worker.push_rows(0, 2, ids, rows, divisor=3)
-    world.publish(workers[:2])
-    world.release(workers[:2], 2, contributors=((0, 2), (1, 2)))
-    twin.step(pushes[0][0], pushes[0][1] * 1.5, 0.5, 2)
-    assert torch.equal(workers[0].pull_rows(0, ALL), rows_of(twin, ALL))
 
 
 def test_a_row_that_is_not_finite_is_named_and_refused_or_passed_on():
@@ -119,7 +60,7 @@ def test_a_row_that_is_not_finite_is_named_and_refused_or_passed_on():
 
 
 def test_rows_asked_for_ahead_are_held_one_step_earlier():
-    world, workers = world_of(2, [table()], rule=BOUNDED)
+    world, workers = world_of(2, [table()], rule=APPLY | {"max_staleness": 1})
     row = torch.ones(1, 4)
     assert len(workers[0].push_rows(0, 1, ids_of(3), row)) == 1
     assert workers[1].push_rows(0, 1, ids_of(3), row, ahead=1) == []
@@ -261,76 +202,6 @@ def test_large_payloads_travel_as_several_frames(tmp_path):
     message.body = {}
     with pytest.raises(Exception, match="payload is too large"):
         decode(encode(message))
-
-
-class Logged:
-    """A shard with two tables, a log and snapshots on real files, as the server takes them; and three workers."""
-
-    SPECS = (table(0, max_rows=300, optimizer="rowwise_adagrad"), table(1, 2, name="items", optimizer="adagrad"))
-
-    def __init__(self, directory, rule, seed=0):
-        self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        self.world, self.store = World(), Generations(DirectoryDisk(directory))
-        self.store.begin()
-        self.log = ShardLog(self.store.disk, 0, 7)
-        self.write()
-        self.world.shard.append = self.log.append
-        self.rule = rule
-        self.workers = team(self.world, 3, self.SPECS, rule=rule)
-        for one in self.SPECS:
-            self.workers[0].store_rows(one.key, torch.arange(300), random_rows(300, self.generator, one.numel))
-        self.step = 0
-
-    def write(self):
-        while self.log.has_unwritten:
-            self.log.write()
-            self.log.sync()
-
-    def snapshot(self, *, fails=False):
-        place = self.log.cut()
-        states = self.world.shard.capture(self.store.last + 1, self.store.kept_rows())
-        self.write()
-        if fails:
-            self.store.last += 1  # as a write that failed
-            return
-        self.store.save(ServerState([states], {0: place}))
-
-    def act(self):
-        """A step of all, in some order."""
-        self.step += 1
-        for worker in self.random.sample(self.workers, 3):
-            for one in self.SPECS:
-                ids = torch.tensor(sorted(self.random.sample(range(600), self.random.randint(0, 6))), dtype=torch.int64)
-                worker.push_rows(one.key, self.step, ids, random_rows(len(ids), self.generator, one.numel))
-        if self.random.random() < 0.1:
-            self.snapshot()
-        if self.rule["name"] == "merge":
-            self.world.release(self.workers, self.step, contributors=tuple((rank, self.step) for rank in range(3)))
-        if self.random.random() < 0.2:
-            self.workers[0].store_rows(1, ids_of(5), torch.ones(1, 2))
-
-
-@pytest.mark.parametrize("rule", [APPLY, BOUNDED, MERGE], ids=["apply", "bounded", "merge"])
-def test_rows_come_back_bit_for_bit_from_changes_and_the_log(tmp_path, rule):
-    for seed in range(4):
-        directory = tmp_path / str(seed)
-        directory.mkdir()
-        logged = Logged(directory, rule, seed)
-        for count in range(40):
-            logged.act()
-            if logged.random.random() < 0.3:
-                logged.snapshot(fails=logged.random.random() < 0.3)
-            if count % 10 == 9:
-                logged.write()
-                again = World()
-                place_into(recover(logged.store), again.shards, "it")
-                assert kept(again.shard) == kept(logged.world.shard)
-        newest = logged.store.newest
-        list(back_up(directory, directory / "copy"))
-        logged.store.disk.delete(f"generation-{newest:012d}")
-        again = World()
-        place_into(recover(logged.store), again.shards, "it")
-        assert kept(again.shard) == kept(logged.world.shard)
 
 
 def row_bytes(store):
