@@ -18,9 +18,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import psengine
 from psengine.collectives.base import Collective
-from psengine.collectives.forwarding import Forwarding
 from psengine.collectives.registry import collective_for
-from psengine.errors import ArgumentTypeError, CollectiveError, ConfigurationError, ReplicaMismatchError
+from psengine.errors import ArgumentTypeError, ConfigurationError, ReplicaMismatchError
 from psengine.strategies.elastic import checkpoints, state
 from psengine.strategies.elastic.checkpoints import Checkpoints
 from psengine.strategies.elastic.state import StateRegistry
@@ -134,27 +133,6 @@ class Training:
         return parts.document, {name: tensor.tolist() for name, tensor in parts.tensors.items()}
 
 
-class Failing(Forwarding):
-    """Its operations fail after the first ``most``."""
-
-    def __init__(self, inner: Collective, most: int) -> None:
-        super().__init__(inner)
-        self.left = most
-
-    def _count(self) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise CollectiveError("a rank has died")
-
-    def broadcast(self, *arguments: Any, **options: Any) -> Any:
-        self._count()
-        return super().broadcast(*arguments, **options)
-
-    def barrier(self) -> Any:
-        self._count()
-        return super().barrier()
-
-
 @in_ranks(3)
 def test_a_worker_that_joins_goes_on_with_the_bits_of_its_source(rank, world_size):
     """Rank 1 has trained, rank 2 joins and rank 0 only takes part; in pieces of large tensors, and small ones."""
@@ -174,25 +152,6 @@ def test_a_worker_that_joins_goes_on_with_the_bits_of_its_source(rank, world_siz
     own = training.replica.parameters | training.replica.buffers()
     assert addresses == [(training.replica.state | own)[name].data_ptr() for name in training.replica.state]
     assert training.train(range(3, 6)).everything() == alone.train(range(3, 6)).everything()
-
-
-@in_ranks(2)
-def test_a_source_that_dies_leaves_a_joiner_as_it_was(rank, world_size):
-    """After each number of operations: nothing is installed before everything is there."""
-    state.PIECE_BYTES = 256
-    training = Training(rank).train(range(1 - rank))
-    before = training.everything()
-    operations = 0
-    while True:
-        collective = Failing(training.replica.collective, operations)
-        try:
-            training.transfer(0, collective, has_state=rank == 0)
-            break
-        except CollectiveError:
-            assert training.everything() == before
-        operations += 1
-    assert operations > 4
-    assert training.everything() == Training(0).train(range(1)).everything()
 
 
 OTHERS = {
