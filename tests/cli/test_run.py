@@ -188,11 +188,9 @@ def test_each_node_writes_the_timeline_of_its_ranks(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [f"out.{host}.rank0.json", f"out.{host}.rank2.json"]
 
 
-def test_independent_workers_get_a_coordinator_unless_their_strategy_has_none(monkeypatch):
-    monkeypatch.delenv("PSENGINE_STRATEGY", raising=False)
-    parts = RunArguments(script=[WORKER])
-    for strategy in (None, "sync:virtual_workers=8"):
-        plan = make_plan(parts, RunOptions(strategy=strategy, independent=True, workers="2"))
-        assert (plan.servers, plan.uses_servers, plan.torchrun.max_restarts) == (1, True, 10)
-    plan = make_plan(RunArguments(script=[WORKER], torchrun={"--max-restarts": "2"}), RunOptions(independent=True))
+def test_workers_of_virtual_ones_get_a_coordinator_and_more_restarts():
+    options = RunOptions(strategy="sync:virtual_workers=8", independent=True, workers="2")
+    plan = make_plan(RunArguments(script=[WORKER]), options)
+    assert (plan.servers, plan.uses_servers, plan.torchrun.max_restarts) == (1, True, 10)
+    plan = make_plan(RunArguments(script=[WORKER], torchrun={"--max-restarts": "2"}), options)
     assert plan.torchrun.max_restarts == 2
