@@ -174,9 +174,13 @@ class Snapshots:
         elif self._written_s is not None and clock.now_s >= self._written_s and self._have_logs_begun():
             captured, self._captured, self._written_s = self._captured, None, None
             self._due_s = clock.now_s + self._interval_s
-            with suppress(SnapshotError):
+            try:
                 self._save(captured)
-                clock.note("snapshot", self.server.host, self.store.last)
+            except SnapshotError as error:
+                for wish in captured.wishes:
+                    wish.set_exception(error)
+                return
+            clock.note("snapshot", self.server.host, self.store.last)
             for wish in captured.wishes:
                 wish.set_result(self.store.last)
 

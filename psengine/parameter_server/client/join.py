@@ -152,8 +152,17 @@ def _initialise(
         if len(under_way) >= REGISTERS_UNDER_WAY:
             yield [under_way.popleft()]
     yield under_way
-    # Servers answer once this is durable to them.
-    yield [job.ask(link, _echo(), what=f"the first snapshot of job {job.options.job!r}") for link in job.links]
+    began_s = job.runtime.now_s()
+    while number == job.registration_number:
+        try:
+            # Servers answer once this is durable to them.
+            yield [job.ask(link, _echo(), what=f"the first snapshot of job {job.options.job!r}") for link in job.links]
+            break
+        except ServerRefusedError as error:
+            if error.code != ErrorCode.SNAPSHOT_FAILED or job.runtime.now_s() >= began_s + job.options.timeout_s:
+                raise
+            logger.warning("asking again, for no step may come before it: %s", error)
+        yield job.heartbeat_s
     if epochs != [link.epoch for link in job.links] or number != job.registration_number:
         raise ServerRefusedError("a server has restarted meanwhile", ErrorCode.STALE)
     chunks = [len(job.chunks.at(link.index)) for link in job.links]

@@ -8,8 +8,8 @@ import re
 import shutil
 import threading
 import time
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ import torch
 from support.server_process import Peer, running_server
 from support.shard_world import APPLY, Worker, World, spec, team
 from support.waiting import eventually
+from support.worker_sessions import entered
 from typer.testing import CliRunner
 
 from psengine.cli.server import _serve, build_app
@@ -418,6 +419,20 @@ def test_a_full_disk_stops_acknowledging_and_everything_else_is_answered(tmp_pat
         answer = peer.receive(10.0)
         assert (answer.type.name, answer.version) == ("UPDATED", 2)
         eventually(lambda: not one.status()["logs"][0]["is_full"])
+
+
+def test_no_step_comes_before_a_first_snapshot_that_the_disk_took(tmp_path, caplog):
+    flag = tmp_path / "full"
+    flag.touch()
+    full = partial(fail, "pwritev", errno.ENOSPC, str(flag))
+    with running_server(snapshot_dir=str(tmp_path / "s"), sabotage=full) as one, ThreadPoolExecutor() as pool:
+        entering = pool.submit(entered, one.addresses, 0, [spec(0, 10)], rule=APPLY)
+        eventually(lambda: "refused the first snapshot of job 'job' (snapshot_failed)" in caplog.text)
+        assert "No space left on device" in caplog.text
+        assert (one.status()["snapshot"]["generation"], entering.done()) == (None, False)
+        flag.unlink()
+        with closing(entering.result(DEADLINE_S)):
+            assert one.status()["snapshot"]["generation"]
 
 
 def test_a_log_that_fails_ends_the_server_and_acknowledges_nothing(tmp_path):

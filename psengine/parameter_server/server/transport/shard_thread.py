@@ -533,7 +533,7 @@ class ShardThread(threading.Thread):
             if self.snapshot is None or job is None or not job.is_registering or message.worker == NOBODY:
                 self._send(echoed)
             else:  # no view comes before it, so what a restart may lose of a job is never all
-                self.snapshot().add_done_callback(lambda _written: self.ask(lambda: self._send(echoed)))
+                self.snapshot().add_done_callback(partial(self._answer_saved, message, echoed))
         else:
             job = self.shard.jobs.get(message.job) if kind is MessageType.PUSH else None
             if job is not None and job.is_from_member(message, sender):
@@ -544,6 +544,14 @@ class ShardThread(threading.Thread):
             elif kind is MessageType.WAITS and self.answers and "waiting_for" in outgoing[0].message.body:
                 outgoing[0].message.body["log"] = True
             self._send(outgoing, may_wait=True)
+
+    def _answer_saved(self, request: Message, answer: list[Outgoing], written: Future[int]) -> None:
+        """Send the answer if the snapshot is there, else why it is not; called from the thread that writes it."""
+        if (error := written.exception()) is None:
+            self.ask(lambda: self._send(answer))
+        else:
+            refusal = {"code": ErrorCode.SNAPSHOT_FAILED, "text": f"no snapshot was written: {error}"}
+            self.answer(answer[0].route, request, refusal)
 
     def _to(self, request: Message, kind: MessageType, **fields: Any) -> Message:
         """An answer to its sender."""
