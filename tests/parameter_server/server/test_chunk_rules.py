@@ -52,6 +52,13 @@ def test_a_step_that_is_taken_back_leaves_the_residual_as_it_was(codec, is_spoil
     assert all(torch.equal(found[0][step], found[1][step]) for step in (2, 3))
 
 
+def test_who_lacks_more_than_the_last_step_has_to_take_state():
+    world, workers = world_of(2, [spec()])
+    world.publish(workers, from_step=5)
+    assert codes(workers[0].push(0, 3, torch.ones(4))) == [ErrorCode.FENCED]
+    assert workers[0].push(0, 4, torch.ones(4)) == []
+
+
 def test_a_server_that_restarted_hears_from_a_worker_that_a_step_had_no_average():
     world, (donor, worker) = world_of(2, [spec()])
     world.publish([donor, worker], from_step=2, donor=0)
@@ -86,6 +93,21 @@ def test_parameters_need_configure_first():
     before = whole(world)
     assert codes(worker.push(0, 1, torch.ones(4))) == [ErrorCode.NOT_READY]
     assert whole(world) == before
+
+
+def test_what_was_computed_before_an_eviction_is_stale_under_a_bound():
+    world, workers = fleet(2, max_staleness=1)
+    push_all(workers, 1, torch.ones(6))
+    world.publish(workers[:1])
+    workers[0].push(0, 2, torch.ones(6), 2)
+    world.publish(workers)
+    workers[1].resume()
+    world.release(workers, 2)
+    (answer,) = workers[1].push(0, 2, torch.ones(6), 2)
+    assert answer.body == {"refused": "stale"}
+    assert answer.version == 3
+    (answer,) = workers[1].push(0, 3, torch.ones(6), 3)
+    assert answer.body == {}
 
 
 def test_a_gradient_that_the_optimizer_refuses_leaves_the_compensation_as_it_was():
