@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.etcd_server import needs_etcd
-from support.host_links import run_ip
 from support.hosts import DEADLINE_S, Host, HostProcess, emulated_hosts, needs_hosts
 
 pytestmark = needs_hosts
@@ -41,12 +39,11 @@ OVER_SERVERS = (
     "diloco-server:every=3,quorum=2,compress=fp4",
 )
 PORT = 7077
-LEADER, FOLLOWER, ETCD = 0, 3, 4  # hosts
 
 
 @dataclass
 class WorkerProcesses:
-    """The replicas of a training, by rank; their hosts, and over servers the server, which may have a follower."""
+    """The replicas of a training, by rank; their hosts, and over servers the server."""
 
     hosts: list[Host]
     processes: list[HostProcess]
@@ -79,12 +76,9 @@ def worker_processes(
     rate: str | None = None,
     round_trip_s: float = 0.0,
     stall_s: float = 30.0,
-    has_follower: bool = False,
     **plan: Any,
 ) -> Iterator[WorkerProcesses]:
     """Three hosts: with a rank each, or two on each of two; over servers the first has a server, the others a worker.
-
-    ``has_follower``: two more, with its follower and etcd.
 
     ``plan`` is host_training.py's. Without ``steps`` there is no undisturbed training, and the other never ends.
     """
@@ -96,21 +90,13 @@ def worker_processes(
     environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
     environment["PSENGINE_STALL_S"] = str(stall_s)
     links = {"rate": rate, "round_trip_s": round_trip_s}
-    at = [] if has_group else [0, 3] if has_follower else [0]
-    with emulated_hosts(max(places) + 1 + 2 * has_follower, shared=[folder], **links) as hosts, ExitStack() as stack:
+    with emulated_hosts(max(places) + 1, shared=[folder], **links) as hosts, ExitStack() as stack:
         servers = []
-        for place in at:
+        if not has_group:
             command = [sys.executable, "-m", "psengine.cli.server", "--bind", f"tcp://0.0.0.0:{PORT}", "--insecure"]
             command += ["--lease-s", str(lease_s)]
-            if has_follower:
-                command += ["--durability", "replica", "--election", f"etcd={hosts[ETCD].name}:2379"]
-                urls = ["--listen-client-urls", "http://0.0.0.0:2379", "--advertise-client-urls", "http://0.0.0.0:2379"]
-                etcd = ["etcd", "--data-dir", folder / "etcd", *urls]
-                _ = servers or stack.enter_context(hosts[ETCD].start(etcd))
-            servers.append(started := stack.enter_context(hosts[place].start(command, environment=environment)))
-            started.wait_until(lambda started=started: "ready" in started.stdout + started.stderr)
-            if not servers[1:] and has_follower:
-                started.wait_until(lambda started=started: terms_of([started]))
+            servers.append(started := stack.enter_context(hosts[0].start(command, environment=environment)))
+            started.wait_until(lambda: "ready" in started.stdout + started.stderr)
         processes = []
         for rank, place in enumerate(places):
             if has_group:
@@ -118,15 +104,10 @@ def worker_processes(
                 own["MASTER_ADDR"] = hosts[0].name
             else:
                 own = {"PSENGINE_WORKER": str(rank), "PSENGINE_WORKERS": str(len(places))}
-                own["PSENGINE_SERVERS"] = "|".join(f"tcp://{hosts[one].name}:{PORT}" for one in at)
+                own["PSENGINE_SERVERS"] = f"tcp://{hosts[0].name}:{PORT}"
             command = [sys.executable, PROGRAM, folder / "plan.json", str(rank)]
             processes.append(stack.enter_context(hosts[place].start(command, environment=environment | own)))
         yield WorkerProcesses(hosts, processes, servers)
-
-
-def terms_of(servers: Sequence[HostProcess]) -> list[int]:
-    """Those under which one of these has led."""
-    return [int(term) for one in servers for term in re.findall("leads, under term ([0-9]+)", one.stdout + one.stderr)]
 
 
 def assert_undisturbed(trained: WorkerProcesses, strategy: str) -> None:
@@ -235,35 +216,3 @@ def test_data_that_fills_a_link_starves_neither_heartbeats_nor_roll_calls(tmp_pa
             assert not re.search("fenced|rejoin|lease|Lost", process.stderr), process.stderr
         for server in trained.servers:
             assert "lease" not in server.stdout + server.stderr, server.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(280)
-@needs_etcd
-@pytest.mark.parametrize(
-    ("cuts", "leader"),
-    [
-        ([(LEADER, FOLLOWER)], LEADER),
-        ([(FOLLOWER, LEADER)], LEADER),
-        ([(LEADER, ETCD)], LEADER),
-        ([(ETCD, LEADER)], LEADER),
-        ([(LEADER, FOLLOWER), (LEADER, ETCD)], FOLLOWER),
-        ([(FOLLOWER, LEADER), (ETCD, LEADER)], FOLLOWER),
-    ],
-)
-def test_a_link_that_is_cut_one_way_makes_no_second_leader_and_leaves_the_weights(tmp_path, cuts, leader):
-    strategies, lease_s = ["async", "sync-server"], 2.0
-    with worker_processes(tmp_path, strategies, steps=60, pause_s=0.15, lease_s=lease_s, has_follower=True) as trained:
-        trained.await_step("async", 10)
-        places = [(trained.hosts[source], trained.hosts[target].address) for source, target in cuts]
-        for host, address in places:
-            run_ip(host.pid, f"neigh replace {address} lladdr 02:00:00:00:00:99 dev eth0 nud permanent")
-        time.sleep(2 * lease_s)
-        trained.await_step("async", min(trained.steps("async", rank) for rank in range(2)) + 3)
-        for host, address in places:
-            run_ip(host.pid, f"neigh del {address} dev eth0")
-        for strategy in strategies:
-            assert_undisturbed(trained, strategy)
-        terms = terms_of(trained.servers)
-        assert len(set(terms)) == len(terms), terms
-        assert max(terms) in terms_of([trained.servers[0 if leader == LEADER else 1]])

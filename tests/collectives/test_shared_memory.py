@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -220,42 +220,6 @@ def test_a_long_wait_sleeps(rank, world_size):
 
 
 # ---- faults ----------------------------------------------------------------------------------------------------------
-
-
-def work_until_failure(collective: SharedMemoryCollective, seconds: float) -> tuple[tuple[int, ...], str, float]:
-    """Operations of every way, with new memory all the time; returns whom the failure names, and when it came."""
-    started = time.monotonic()
-    try:
-        while time.monotonic() < started + seconds:
-            flats = [torch.ones(100), torch.ones(400_000), collective.allocate(600_000, torch.float32, CPU).fill_(1.0)]
-            for work in [collective.all_reduce(flat) for flat in flats]:
-                work.wait()
-            collective.sum(flats[0])
-            collective.broadcast(flats[:1], source_rank=1).wait()
-    except PeerLostError as error:
-        return error.ranks, str(error), time.monotonic() - started
-    return (), "", time.monotonic() - started
-
-
-def be_killed(rank: int, world_size: int, delay_s: float) -> Any:
-    collective = connect()
-    with sending(delay_s, signal.SIGKILL) if rank == 1 else nullcontext():
-        return work_until_failure(collective, 20)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seeds", [[0], slow(range(100, 160))])
-def test_a_rank_killed_at_any_moment_is_named(seeds):
-    for seed in seeds:
-        results = run_ranks_to_any_end(be_killed, 3, 0.02 + 0.3 * random.Random(seed).random(), deadline_s=60)
-        assert results[1].exit_code == -signal.SIGKILL
-        for result in (results[0], results[2]):
-            assert result.error is None, result.error
-            ranks, message, seconds = result.value
-            assert ranks == (1,), message
-            assert "Lost rank 1 (process " in message
-            assert "which has exited" in message
-            assert seconds < 10
 
 
 def leave(rank: int, world_size: int, way: str) -> tuple[tuple[int, ...], str]:

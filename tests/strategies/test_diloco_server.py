@@ -1,16 +1,14 @@
-"""Strategy "diloco-server": workers at their own pace, killed ones, codecs, weights by samples."""
+"""Strategy "diloco-server": workers in collectives and without samples, codecs, weights by samples."""
 
 from __future__ import annotations
 
 import os
-import signal
 import time
 
 import pytest
 import torch
 from support.expectations import raises
-from support.processes import run_ranks, run_ranks_to_any_end
-from support.server_process import running_server
+from support.processes import run_ranks
 from support.server_training import at_servers
 from torch import nn
 
@@ -35,35 +33,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
         loss.backward()
         optimizer.step()
     return loss.item()
-
-
-def at_its_own_pace(rank: int, world_size: int, address: str, name: str) -> tuple[float, float, int]:
-    os.environ.update(
-        PSENGINE_SERVERS=address, PSENGINE_JOB=name.partition(":")[0], PSENGINE_WORKER=str(rank), PSENGINE_WORKERS="3"
-    )
-    model = psengine.DistributedDataParallel(make_model(), strategy=name)
-    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02), model)
-    first = train(model, optimizer, rank, range(1))
-    for round_ in range(12):
-        if rank == 2 and round_ == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.02 * rank)
-        last = train(model, optimizer, rank, range(1 + 5 * round_, 6 + 5 * round_))
-    late = model.statistics().updates or 0
-    model.leave()
-    return first, last, late
-
-
-@pytest.mark.parametrize("name", ["diloco-server:quorum=2,every=5", f"diloco-server:quorum=3,every=5,{AVERAGES}"])
-def test_the_others_go_on_after_a_worker_was_killed(name):
-    with running_server(lease_s=1.0) as server:
-        results = run_ranks_to_any_end(at_its_own_pace, 3, server.addresses[0], name, init_group=False)
-    assert results[2].exit_code == -signal.SIGKILL
-    for result in results[:2]:
-        assert result.error is None, result.error
-        first, last, updates = result.value
-        assert last < first / 2
-        assert updates >= 12
 
 
 @at_servers(3)

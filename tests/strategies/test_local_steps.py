@@ -1,17 +1,15 @@
-"""Strategies "local" and "diloco": what travels within checkpoints, scalers, samples, uneven data, killed workers."""
+"""Strategies "local" and "diloco": what travels within checkpoints, scalers, samples, uneven data."""
 
 from __future__ import annotations
 
 import copy
 import io
-import os
-import signal
 from typing import Any
 
 import pytest
 import torch
 from support.expectations import raises
-from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
+from support.processes import in_ranks, run_ranks
 from torch import nn
 
 import psengine
@@ -215,24 +213,3 @@ def test_uneven_data_accumulation_and_a_model_loaded_within_a_round(rank, world_
     assert not all(map(torch.equal, *gathered(model))), "a part that left early went on by itself"
     model.switch_strategy("sync")
     assert all(map(torch.equal, *gathered(model))), "parameters and buffers"
-
-
-def killed(rank: int, world_size: int) -> str:
-    model, optimizer = wrapped("local:every=4")
-    for step in range(8):
-        if step == 5 and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        try:
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        except psengine.PSEngineError as error:
-            return f"{step} {type(error).__name__}: {error}"
-    return "went on"
-
-
-def test_the_others_learn_of_a_killed_worker_when_they_exchange_next():
-    survivor, gone = run_ranks_to_any_end(killed, 2)
-    assert gone.exit_code == -signal.SIGKILL
-    assert survivor.value.startswith("7 PeerLostError")
-    assert "rank 1" in survivor.value

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,11 +24,7 @@ from psengine.errors import (
     ServerRefusedError,
 )
 from psengine.parameter_server.client import connection, reachability
-from psengine.parameter_server.client.channel import Channel
-from psengine.parameter_server.client.known_server import KnownServer
-from psengine.parameter_server.client.operation import Parking
-from psengine.parameter_server.client.stalls import StallWatch
-from psengine.parameter_server.client.worker_session import Request, SessionOptions, WorkerSession, wait_all
+from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession, wait_all
 from psengine.protocol.frames import encode
 from psengine.protocol.messages import Message
 
@@ -213,7 +209,7 @@ def lines_of(caplog):
     ]
 
 
-def test_a_stall_is_one_line_however_many_chunks_and_one_when_it_ends(monkeypatch, caplog):
+def test_a_stall_is_one_line_however_many_chunks_again_and_again_and_one_when_it_ends(monkeypatch, caplog):
     monkeypatch.setenv("PSENGINE_STALL_S", "0.6")
     may_answer = threading.Event()
 
@@ -226,16 +222,16 @@ def test_a_stall_is_one_line_however_many_chunks_and_one_when_it_ends(monkeypatc
         peer.script[T.PUSH] = lambda peer, route, message: None
         peer.script[T.WAITS] = pending
         pushes = [push(session, key)[0] for key in range(len(SPECS))]
-        eventually(lambda: lines_of(caplog), interval_s=0.01)
+        eventually(lambda: len(lines_of(caplog)) > 1, interval_s=0.01)
         may_answer.set()
         wait_all(pushes)
         eventually(lambda: "no longer" in lines_of(caplog)[-1])
-        # Where this machine is slow the second report, after 1.2 s, lies between the two.
-        begun, *_, ended = lines_of(caplog)
+        begun, again, *_, ended = lines_of(caplog)
         what = f"for {peer.address}: push 1 of chunk 0 (weight)"
         assert begun.startswith("worker 0 of job 'default' has waited 0.")
         assert f"{what} (and 1 more)" in begun
         assert "waits for workers [2, 5]" in begun
+        assert re.search(r"has waited 1\.\d s .* and gives up in \d+ s", again), again
         assert ended.startswith(f"worker 0 of job 'default' waits no longer {what}")
 
 
@@ -259,32 +255,3 @@ def test_a_late_pull_says_that_the_server_waits_for_its_disk(monkeypatch, caplog
         eventually(lambda: any("its log, whose disk may be full" in line for line in lines_of(caplog)), "a reason")
         may_answer.set()
         pulled.wait()
-
-
-class TestStallsByAClockOfOurs:
-    @pytest.fixture
-    def link(self):
-        return self.channel("tcp://a:1")
-
-    def channel(self, address):
-        job = SimpleNamespace(runtime=SimpleNamespace(now_s=lambda: 0.0))
-        return Channel(job, KnownServer(address))
-
-    def begin(self, link, now_s):
-        request = Request(Message(T.PULL, key=0, sequence=1), Parking(lambda: now_s), 1e6, what="PULL of something")
-        link.begin(request)
-        return request
-
-    def looked(self, watch, links, until_s, caplog):
-        """The whole seconds at which a line came."""
-        found = []
-        for second in range(until_s + 1):
-            before = len(lines_of(caplog))
-            watch.look("worker 0", links, float(second))
-            found += [second] * (len(lines_of(caplog)) - before)
-        return found
-
-    def test_lines_come_again_and_again_and_say_how_long_it_is_waited(self, link, caplog):
-        self.begin(link, 0.0)
-        assert self.looked(StallWatch(30.0), [link], 130, caplog) == [30, 60, 90, 120]
-        assert "and gives up in 999970 s. The server was never heard from" in lines_of(caplog)[0]

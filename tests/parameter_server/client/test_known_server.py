@@ -1,12 +1,10 @@
-"""A server with a follower: who leads is found, and who led before is not believed."""
+"""A server with a follower: where it is, and whom clients believe."""
 
 import contextlib
 
 import pytest
-import torch
-from support.scripted_peer import SPECS, Peer, T
+from support.scripted_peer import Peer, T
 from support.shard_world import APPLY
-from support.waiting import eventually
 
 from psengine.errors import ConfigurationError, ServerLostError
 from psengine.parameter_server.client.addresses import parse_addresses
@@ -14,67 +12,23 @@ from psengine.parameter_server.client.known_server import MAX_PLACES, KnownServe
 from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession
 from psengine.protocol.messages import Message
 
-LEASE_S = 0.6
 A, B = ["tcp://a:1", "tcp://a:2"], ["tcp://b:1", "tcp://b:2"]
 
 
-class Member(Peer):
-    """A peer that may lead; else it refuses."""
-
-    def __init__(self, epoch, *, leads):
-        self.term, self.leads = 1, leads
-        super().__init__()
-        self.epoch = epoch
-
-    def reply(self, request, kind, **fields):
-        return super().reply(request, kind, **{"term": self.term, **fields})
+class Follower(Peer):
+    """A peer that never leads."""
 
     def answer(self, message):
-        if not self.leads:
-            return self.reply(message, T.ERROR, body={"code": "not_leading", "text": "this server follows another"})
-        answer = super().answer(message)
-        if message.type is T.HELLO:
-            answer[0].body |= {"lease_s": LEASE_S, "heartbeat_s": LEASE_S / 5}
-            answer[1].term = self.term
-        elif message.type is T.RESUME:
-            answer.body["missing"] = [key for key, _ in message.body.get("open", ())]
-        return answer
+        return self.reply(message, T.ERROR, body={"code": "not_leading", "text": "this server follows another"}, term=1)
 
 
-@pytest.fixture
-def pair():
-    """Who leads in term 1, and its follower."""
-    with contextlib.closing(Member(1, leads=True)) as lead, contextlib.closing(Member(2, leads=False)) as follower:
-        yield lead, follower
-    assert [lead.error, follower.error] == [None, None]
-
-
-def session_of(*members, **options):
-    addresses = parse_addresses("|".join(member.address for member in members))
-    return WorkerSession(SessionOptions(addresses=addresses, rule=APPLY, rank=0, timeout_s=10.0, **options))
-
-
-def test_a_process_that_leads_and_stops_is_left_and_not_believed_when_it_goes_on(pair):
-    lead, follower = pair
-    with session_of(follower, lead) as session:
-        session.enter(SPECS, lambda spec: torch.zeros(spec.numel))
-        link = session.job_connection.links[0]
-        # The coordinator is silent; its shards are left too.
-        lead.script |= dict.fromkeys(T, lambda *_: None)
-        follower.term, follower.leads = 2, True
-        eventually(lambda: link.address == follower.address and link.is_up)
-        late = Message(T.UPDATED, key=0, sequence=1, epoch=1, term=1, payload=torch.zeros(SPECS[0].numel))
-        follower.script[T.PUSH] = lambda peer, route, m: [*([late] if peer.seen[T.PUSH] == 1 else ()), peer.answer(m)]
-        out = torch.zeros(SPECS[0].numel)
-        session.push(0, torch.ones_like(out), [out]).wait()
-        assert bool((out == 2).all())
-        assert "expected term 2, got 1" in link.last_problem
-
-
-def test_errors_name_both_addresses_and_what_the_last_one_said(pair):
-    pair[0].leads = False
-    with pytest.raises(ServerLostError) as caught:
-        session_of(*pair, connect_timeout_s=1.0).start()
+def test_errors_name_both_addresses_and_what_the_last_one_said():
+    with contextlib.closing(Follower()) as first, contextlib.closing(Follower()) as second:
+        pair = first, second
+        addresses = parse_addresses("|".join(one.address for one in pair))
+        options = SessionOptions(addresses=addresses, rule=APPLY, rank=0, connect_timeout_s=1.0)
+        with pytest.raises(ServerLostError) as caught:
+            WorkerSession(options).start()
     assert "|".join(one.address for one in pair) + " did not answer" in str(caught.value)
     assert any(f"{one.address}: this server follows another" in str(caught.value) for one in pair)
 
