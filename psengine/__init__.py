@@ -1,4 +1,4 @@
-"""psengine: data-parallel training for PyTorch in which how replicas agree is one argument.
+"""psengine: data-parallel training for PyTorch in which one argument selects how replicas synchronise.
 
 The public names are those of ``psengine.api``. They are loaded, and torch with them, when the first one is used: a
 command that only shows its help, or asks a server for its status, does not wait for torch.

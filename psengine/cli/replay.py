@@ -41,7 +41,7 @@ def replay(
         str, typer.Option(metavar="NAME", help="The job; NAME.tables has its tables.", envvar="PSENGINE_JOB")
     ] = "default",
 ) -> None:
-    """Tell a run of async or diloco-server again, bit for bit, from its servers' logs.
+    """Replay a run of async or diloco-server, bit for bit, from its servers' logs.
 
     The servers need --durability log --keep-history from their start on. Pushes are in the order of the first shard.
     """

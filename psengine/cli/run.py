@@ -55,7 +55,7 @@ def run(
     ] = None,
     strategy: Annotated[
         str | None,
-        typer.Option(metavar="NAME[:OPTION=VALUE,...]", help="How replicas agree, if the script does not say."),
+        typer.Option(metavar="NAME[:OPTION=VALUE,...]", help="How replicas synchronise, if the script does not say."),
     ] = None,
     collective: Annotated[str | None, typer.Option(metavar="NAME", help="What carries strategy sync.")] = None,
     servers: Annotated[

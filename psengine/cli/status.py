@@ -46,7 +46,7 @@ def status(
     servers: ServerAddress = None,
     job: Annotated[str | None, typer.Option("--job", metavar="NAME", help="This job alone.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Again and again, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh until Ctrl-C.")] = False,
     interval_s: Annotated[
         float, typer.Option("--interval-s", help="With --watch, seconds between two looks.", min=0.05, max=3600.0)
     ] = 1.0,

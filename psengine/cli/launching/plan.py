@@ -263,7 +263,7 @@ def _counts(options: Namespace) -> tuple[tuple[int, int], int]:
         fewest, most = parse_min_max_nnodes(options.nnodes)
         workers = int(determine_local_world_size(options.nproc_per_node))
         if not 0 < fewest <= most or workers < 1:
-            raise ValueError("there is one at least")
+            raise ValueError("both must be at least 1")
     except (ValueError, RuntimeError) as error:
         raise ConfigurationError(
             "--nnodes is N or MIN:MAX, and --workers a number, auto, cpu, gpu or xpu (got"

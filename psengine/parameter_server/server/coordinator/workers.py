@@ -153,7 +153,7 @@ class Workers:
         if not is_it or (worker.state is WorkerState.GONE and worker.why_gone != "left"):
             raise ProtocolError(
                 f"worker {message.worker} of job {job!r} was fenced: silent for more than its lease, cut off from a"
-                " server, put out by an operator, or replaced by a newer process. It has to say HELLO again; where that"
+                " server, evicted by an operator, or replaced by a newer process. It has to say HELLO again; where that"
                 " happens often, raise --lease-s.",
                 ErrorCode.FENCED,
             )
