@@ -10,19 +10,17 @@ import os
 import pickle
 import time
 from collections import OrderedDict, namedtuple
-from typing import Any
 
 import pytest
 import torch
 from support.expectations import assert_identical, raises
-from support.processes import run_ranks, run_ranks_to_any_end
+from support.processes import run_ranks
 
 import psengine
 from psengine.errors import (
     ArgumentTypeError,
     ConfigurationError,
     NonFiniteLossError,
-    PeerLostError,
     ReplicaMismatchError,
 )
 from psengine.tensors.objects import from_bytes, to_bytes
@@ -139,22 +137,6 @@ def test_ranks_that_have_not_met_are_told(call, monkeypatch):
         monkeypatch.setenv(name, value)
     with raises(ConfigurationError, "expected psengine.init() before it", "one of 2"):
         call()
-
-
-def wait_for_a_dead_rank(rank: int, world_size: int) -> Any:
-    psengine.barrier()
-    if rank == 1:
-        os._exit(3)
-    try:
-        psengine.barrier()
-    except PeerLostError as error:
-        return error.ranks
-    return "no error"
-
-
-def test_a_barrier_names_the_rank_that_died():
-    results = run_ranks_to_any_end(wait_for_a_dead_rank, 2, group_timeout_s=20)
-    assert results[0].value == (1,)
 
 
 def of_the_job(rank: int, world_size: int, is_independent: bool) -> None:

@@ -137,14 +137,6 @@ def test_a_killed_server_goes_on_from_its_snapshot(trained):
 
 
 @on_a_cluster
-def test_a_killed_server_that_averages_loses_no_step(trained):
-    found = trained["sync-server-killed"]
-    assert found["error"] == ""
-    assert "start-0-1" not in found, "a worker was started again"
-    assert found["end-0"] == found["end-1"] == trained["native"]["end-0"]
-
-
-@on_a_cluster
 def test_a_report_that_would_wait_for_ever_is_an_error(trained):
     error = trained["reports-wrongly"]["error"]
     assert "independent workers do not" in error

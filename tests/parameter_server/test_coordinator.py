@@ -489,15 +489,6 @@ def test_a_view_of_other_servers_is_not_gone_on_from():
     assert first.reconnect() == "wait"
 
 
-def test_weights_that_only_the_lead_held_are_lost_with_it():
-    bench, first, _ = crew(APPLY)
-    bench.restart(with_disk=False)
-    assert refusal(first.reconnect) == ErrorCode.STATE_LOST
-    assert "its lead server has restarted" in bench.status.lost
-    bench.team(1)
-    assert bench.status.lost == ""
-
-
 # ---- leaving -----------------------------------------------------------------------------------------------------
 
 

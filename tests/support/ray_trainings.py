@@ -110,8 +110,7 @@ def train(config):
             raise ValueError("bad data")
         if config["kill"] == "server" and (worker, epoch) == (0, 2) and is_first("server killed"):
             time.sleep(1.0)  # for a snapshot
-            if model.strategy.name == "async":
-                (folder / "servers before").write_text(json.dumps(servers()))
+            (folder / "servers before").write_text(json.dumps(servers()))
             actors = ray.util.list_named_actors(all_namespaces=True)
             (server,) = [actor for actor in actors if actor["name"].startswith("psengine-server-")]
             ray.kill(ray.get_actor(server["name"], server["namespace"]), no_restart=False)
@@ -124,7 +123,7 @@ def train(config):
             if config["reports_wrongly"]:
                 ray.train.report({}, checkpoint=checkpoint)
             report({"epoch": epoch, "loss": loss.item()}, checkpoint)
-    if config["kill"] == "server" and worker == 0 and model.strategy.name == "async":
+    if config["kill"] == "server" and worker == 0:
         (folder / "servers after").write_text(json.dumps(servers()))
     weights = [p.detach().flatten().tolist() for p in net.parameters()]
     (folder / f"end-{worker}").write_text(json.dumps({"weights": weights}))
@@ -177,7 +176,6 @@ CASES = {
     "native": lambda at: run("native", TorchConfig(), at, native=True),
     "sync": lambda at: run("sync", PSEngineConfig("sync"), at),
     "sync-server": lambda at: run("sync-server", PSEngineConfig("sync-server", servers=2), at),
-    "sync-server-killed": lambda at: run("sync-server-killed", PSEngineConfig("sync-server"), at, kill="server"),
     "sync-resumed": lambda at: [
         run(f"sync-{epochs}", PSEngineConfig("sync"), at, storage="sync-resumed", epochs=epochs) for epochs in (2, 3)
     ],
