@@ -13,6 +13,7 @@ sum of maps says who that is, each once.
 A finished step is undone only where nobody holds it any more: whoever had it is dead, or was put out.
 
 Under a codec a contribution has 12 in one element, which is its own: every codec keeps averages of 1 to 4 of them.
+In other jobs contributions are not so, and ``residuals.py`` follows what payloads leave out.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from psengine.errors import FencedError, ServerRefusedError
+from psengine.errors import FencedError, PSEngineError, ServerRefusedError
 from psengine.parameter_server.client import join
 from psengine.parameter_server.client.flow import Flow
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
-from psengine.protocol.messages import ErrorCode
+from psengine.protocol.messages import ErrorCode, Message
 from simulation.job import Job
 from simulation.reference import Values, average, layout, numbers
+from simulation.residuals import Residuals
 from simulation.violation import Violation, require
 
 SIZES = np.array([1.0, 1e-8, 1.0, 1e8, 1e16])
@@ -82,6 +84,7 @@ class AveragingJob(Job):
         scenario = self.scenario
         self._numel = CODED_NUMEL if scenario.codec else len(SIZES)
         self._dtype = torch.float32 if scenario.codec not in ("", "fp32") else torch.float64
+        self._values_dtype = str(self._dtype).removeprefix("torch.")
         self._parameters = self.specs = layout(scenario.chunks, self._numel, self._dtype)
         if scenario.has_buffers:
             kinds = [(ChunkKind.BUFFER, *buffer) for buffer in BUFFERS]
@@ -98,6 +101,8 @@ class AveragingJob(Job):
         # (step, rank) -> the models that its processes have contributed from, and how often.
         self._given: dict[tuple[int, int], set[bytes]] = defaultdict(set)
         self._gave: Counter[tuple[int, int]] = Counter()
+        leaves_residuals = scenario.codec and scenario.leaves_residuals
+        self._residuals = Residuals(self, scenario.codec, self._parameters) if leaves_residuals else None
 
     def begin_anew(self) -> None:
         self._finished.clear()
@@ -155,8 +160,11 @@ class AveragingJob(Job):
         require(len(counts) == 1, "step {} of worker {} counts in some chunks only", replica.step + 1, process.rank)
         for key, push in enumerate(pushes):
             process.land(push, landings[key])
-            residual = process.session.residual(key)
-            require(residual is None or not residual.any(), "chunk {} has a residual: {}", key, residual)
+            if self._residuals is None:
+                residual = process.session.residual(key)
+                require(residual is None or not residual.any(), "chunk {} has a residual: {}", key, residual)
+            elif push in gradients:
+                self._residuals.end(process, key, counts=counts == {True})
         is_empty = all(push.is_empty for push in gradients)
         are_whole = {push.is_empty for push in gradients} == {is_empty} and not any(push.is_empty for push in others)
         require(are_whole, "step {} of worker {} has answers in some chunks only", replica.step + 1, process.rank)
@@ -184,21 +192,26 @@ class AveragingJob(Job):
         if weight:
             self._given[replica.step + 1, process.rank].add(replica.base)
         self._gave[replica.step + 1, process.rank] += key == 0
-        return process.session.push(
+        push = process.session.push(
             key,
             process.packed(key, torch.from_numpy(values.copy())),
             [landing],
             weight=weight if self.scenario.weighs else None,
             reads_in_place=True,
         )
+        if self._residuals is not None:
+            self._residuals.push(process, push.message, replica.base, values, weight)
+        return push
 
     def _contribution(self, rank: int, step: int, key: int, base: bytes) -> tuple[Values, float]:
         seed = self.scenario.seed
-        if self.scenario.codec:
-            values = np.zeros(CODED_NUMEL, np.float32 if self._dtype is torch.float32 else np.float64)
+        if self.scenario.codec and not self.scenario.leaves_residuals:
+            values = np.zeros(CODED_NUMEL, self._values_dtype)
             values[(step * self.scenario.ranks + rank + 40 * key) % CODED_NUMEL] = CODED_VALUE
             return values, 1.0
         weight = WEIGHTS[int(len(WEIGHTS) * (numbers(1, seed, rank, step)[0] + 0.5))] if self.scenario.weighs else 1.0
+        if self.scenario.codec:
+            return numbers(CODED_NUMEL, seed, rank, step, key, base).astype(self._values_dtype), weight
         return numbers(len(SIZES), seed, rank, step, key, base) * SIZES, weight
 
     def _local(self, rank: int, step: int, key: int, base: bytes) -> Values:
@@ -219,6 +232,14 @@ class AveragingJob(Job):
         return values
 
     # ---- the oracle --------------------------------------------------------------------------------------------
+
+    def failed(self, process, error: PSEngineError) -> None:
+        if self._residuals is not None and isinstance(error, FencedError):
+            self._residuals.fenced(process)
+
+    def applied(self, server, shard: Any, message: Message, outgoing: list[Any]) -> None:
+        if self._residuals is not None:
+            self._residuals.applied(server, shard, message, outgoing)
 
     def _holders(self, one: Finished) -> list[int]:
         """Ranks of those that have this step and take part, or have ended their training with it."""
@@ -268,6 +289,8 @@ class AveragingJob(Job):
 
     def _contributors(self, step: int, base: bytes, answers: list[Values]) -> tuple[int, ...]:
         """The workers whose contributions make these averages, in every chunk."""
+        if self._residuals is not None:
+            return self._residuals.made(step, answers[: len(self._parameters)], base)
         ranks = [rank for rank in range(self.scenario.ranks) if base in self._given[step, rank]]
         for count in range(len(ranks), 0, -1):
             for some in itertools.combinations(ranks, count):

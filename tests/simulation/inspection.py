@@ -31,6 +31,11 @@ def _rows(rule: Any) -> Values:
     return np.concatenate([[rule.version], found.ravel()])
 
 
+def has_chunk(shard: Any, job: int, key: int) -> bool:
+    """Whether a chunk is at this shard."""
+    return key in _rules(shard, job)
+
+
 def view_number(shard: Any, number: int) -> tuple[int, int]:
     """(registration of the job, number of the view) at a shard; 0 without one."""
     job = shard.jobs.get(number)

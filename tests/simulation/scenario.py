@@ -37,6 +37,7 @@ class Scenario:
         grace: of "merge".
         weighs: under "average", whether gradients weigh differently.
         has_buffers: under "average", buffers and a usage map.
+        leaves_residuals: under "average", whether payloads leave out a part of gradients and averages.
         max_staleness: of "apply"; None is unbounded.
         optimizer: of "apply": "SGD", "momentum" or "Adam".
         compensation: of "apply": the strength of its delay compensation.
@@ -74,6 +75,7 @@ class Scenario:
     grace: float = 0.0
     weighs: bool = False
     has_buffers: bool = False
+    leaves_residuals: bool = False
     max_staleness: int | None = None
     optimizer: str = "SGD"
     compensation: float = 0.0
@@ -218,12 +220,13 @@ CRITICAL = (
     *("VIEW", "PREPARE", "RELEASE", "COMMIT", "OK"),
     *("registering", "open", "preparing", "preparing", "joining", "joining", "resuming"),
 )
-# "topk" keeps a part of the differences to several updates, and all that is in an average.
+# "topk" keeps a part of the differences to several updates, and all that is in an average that leaves no residual.
 CODECS = {
     "apply": ("bf16", "fp16", "fp32", "int8", "fp4", "onebit", "topk:ratio=0.01"),
     "merge": ("bf16", "fp16", "fp32", "int8", "fp4", "topk:ratio=0.01"),
     "average": ("bf16", "fp16", "fp32", "int8", "fp4", "topk:ratio=0.02"),
 }
+LOSSY_OF_AVERAGES = ("int8", "fp4", "onebit", "onebit", "topk:ratio=0.02")
 
 
 def draw(seed: int) -> Scenario:
@@ -348,6 +351,8 @@ def _draw_job(seed: int) -> Scenario:
         scenario = replace(scenario, codec=rng.choice(CODECS[rule]), joins_s=scenario.joins_s[: 4 - workers])
     elif rng.random() < 0.5:
         scenario = replace(scenario, shares=rng.choice((scenario.ranks, scenario.ranks, 1)))
+    if rule == "average" and scenario.codec:
+        scenario = _with_residuals(scenario)
     scenario = replace(scenario, has_reader=random.Random(f"reader {seed}").random() < READERS)
     scenario = _with_tables(scenario)
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
@@ -355,6 +360,14 @@ def _draw_job(seed: int) -> Scenario:
     if scenario.servers > 1 and rng.random() < 0.1:
         faults = [_draw_long_cut(rng, scenario)]
     return replace(scenario, faults=tuple(faults))
+
+
+def _with_residuals(scenario: Scenario) -> Scenario:
+    rng = random.Random(f"residuals {scenario.seed}")
+    if rng.random() < 0.5:
+        return scenario
+    codec = rng.choice((scenario.codec, *LOSSY_OF_AVERAGES))
+    return replace(scenario, leaves_residuals=True, codec=codec, weighs=rng.random() < 0.4)
 
 
 def _with_tables(scenario: Scenario) -> Scenario:

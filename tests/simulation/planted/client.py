@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from psengine.parameter_server.client.channel import Channel
+from psengine.parameter_server.client.chunk_encoder import ChunkEncoder
 from psengine.parameter_server.client.control import Control
 from psengine.parameter_server.client.job_connection import JobConnection
 from psengine.parameter_server.client.link import Link
@@ -13,6 +14,7 @@ from simulation.planted.registry import Bug, constant, plant, then
 plant("a client does not freeze", JobConnection, "freeze", constant(None))
 plant("a client does not push again what a view took back", Steps, "take_back", constant([]))
 plant("a client does not send again what is missing", Link, "requeue", constant(None))
+plant("a gradient that does not count changes a residual", ChunkEncoder, "end", constant(None))
 plant("a donor returns no averages", JobConnection, "_return_results", constant(None))
 plant("a client sends no heartbeats", Control, "beat", constant(None))
 

@@ -9,6 +9,7 @@ from psengine.parameter_server.server.rules.average import Average
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet
 from psengine.parameter_server.server.rules.delay_compensation import DelayCompensation
 from psengine.parameter_server.server.rules.merge import Merge
+from psengine.parameter_server.server.rules.payloads import ChunkPayloads
 from psengine.parameter_server.server.shard.job import Job
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.protocol.layout import ChunkKind
@@ -55,6 +56,19 @@ def _forget_weights(combine, self, tensors, weights):
 def _forget_oldest(average):
     if average._results:
         del average._results[min(average._results)]
+
+
+@plant("a view takes back a step, and not what its average left out", Average, "adopt")
+def _keep_residual(adopt, self, view):
+    state = self._state
+    replies = adopt(self, view)
+    self._state = state
+    return replies
+
+
+@plant("what an average left out is dropped", ChunkPayloads, "encode")
+def _begin_with_zeros(encode, self, values, state=None):
+    return encode(self, values, None if state is None else self.make_state())
 
 
 plant("averages are forgotten one step too early", Average, "_answers", then(_forget_oldest))
