@@ -36,6 +36,7 @@ from psengine.parameter_server.client.join import greet
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.strategies.elastic import coordinated
 from psengine.strategies.elastic.coordinated import CoordinatedMembership
+from psengine.strategies.elastic.meeting import Meeting
 
 SCRIPT = elastic_training.__file__
 INDEPENDENT = ("--independent", "--strategy", "sync:virtual_workers=4")
@@ -101,6 +102,7 @@ def trained(directory: Path, *start: str, threads: int | None = None) -> tuple[s
     return set(re.findall(r"weights (\w+) threads (\d+)", done.stdout)), done.stderr
 
 
+@pytest.mark.timeout(400)
 def test_bits_depend_neither_on_the_number_of_workers_nor_on_the_launcher(tmp_path):
     run, fair = ("-m", "psengine.cli.main", "run", "--workers"), share_of_cores(4)
     three, _ = trained(tmp_path, *run, "3", *INDEPENDENT)
@@ -109,8 +111,8 @@ def test_bits_depend_neither_on_the_number_of_workers_nor_on_the_launcher(tmp_pa
     assert resumed == three
     assert "another threads" not in stderr
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    for number, start in enumerate([torchrun, (*run, "1"), ()]):
-        assert trained(tmp_path / str(number), *start)[0] == three
+    assert trained(tmp_path / "torchrun", *torchrun)[0] == three
+    assert trained(tmp_path / "run", *run, "1")[0] == three
 
 
 def test_a_job_goes_on_with_the_threads_of_its_checkpoint(tmp_path):
@@ -196,6 +198,24 @@ def test_who_did_not_come_to_the_group_is_named(monkeypatch):
                 membership.enter({}, 0)
         finally:
             membership.close()
+
+
+def test_a_key_that_is_refused_ends_the_next_wait():
+    """Though nobody waits where it is set."""
+    with running_server() as server:
+        options = SessionOptions(addresses=server.addresses, rule=elastic_rule(1, {}), rank=0, world_size=1)
+        job = ElasticClient(options, PROCESS)
+        try:
+            run(greet(job), job.closing)
+            view = run(elastic.regroup(job, 0), job.closing)
+            meeting = Meeting(job, view.number, job.runtime.now_s() + 60.0)
+            for value in (b"first", b"another"):
+                meeting.set("key", value)
+            with raises(ServerError, "'key' of a group is set already"):
+                meeting.get("one that nobody sets")
+        finally:
+            job.closing.set()
+            job.transport.close()
 
 
 def test_a_worker_that_is_interrupted_while_others_do_not_come_ends_in_order(monkeypatch):

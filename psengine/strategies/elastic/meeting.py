@@ -3,6 +3,8 @@
     set    ── MEET ──► the coordinator ── MEET ──► every member of the view, which keeps it until the next view
     get, wait, check                               what is here by now; nothing is sent
 
+``set`` waits for no answer: round trips one after another would be most of the time in which a group forms.
+
 gloo sets one key on each rank and reads that of every other, once (torch 2.13). The coordinator has no other port for
 that, so who may read and write are the members, by their keys where servers have some.
 """
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 from psengine.errors import CollectiveError
 from psengine.parameter_server.client.elastic import ElasticClient
+from psengine.parameter_server.client.operation import Request
 
 T = TypeVar("T")
 
@@ -34,20 +37,18 @@ class Meeting(dist.Store):
 
     Raises:
         CollectiveError: of all methods that wait: what they wait for did not come.
-        ServerError: the coordinator does not take a key.
+        ServerError: of these too: the coordinator has not taken a key that was set before.
     """
 
     def __init__(self, job: ElasticClient, view: int, deadline_s: float) -> None:
         super().__init__()
         self._job, self._view, self._deadline_s = job, view, deadline_s
         self._user: threading.Thread | None = None
+        self._said: list[Request] = []
 
     def set(self, key: str, value: Any) -> None:
         """Have all members know ``value``, bytes; a key is set once."""
-        request = self._job.meet(self._view, key, value)
-        self._await(lambda: request.is_done or self.check([key]) or None, key)  # its own member hears it too
-        if request.error is not None:
-            raise request.error
+        self._said.append(self._job.meet(self._view, key, value))
 
     def get(self, key: str) -> bytes:
         """The value of a key; waits until it is set."""
@@ -73,6 +74,8 @@ class Meeting(dist.Store):
     def _await(self, find: Callable[[], T | None], key: str) -> T:
         job, self._user = self._job, threading.current_thread()
         while (found := job.parking.look(find)) is None:
+            if refusals := [request.error for request in self._said if request.error is not None]:
+                raise refusals[0]
             is_late = job.runtime.now_s() >= self._deadline_s
             if is_late or job.has_news or job.view_number != self._view:
                 why = "until the deadline" if is_late else "before another view is to come"
