@@ -261,7 +261,7 @@ def test_servers_average_by_weight_or_refuse(rank, world_size):
 
 @at_servers(2)
 def test_servers_leave_out_a_step_in_which_nobody_has_a_say(rank, world_size):
-    """The third of four. Buffers are rank 0's, as after any step."""
+    """The third of four, and one more by a closure. Buffers are rank 0's, as after any step."""
     messages = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -270,6 +270,7 @@ def test_servers_leave_out_a_step_in_which_nobody_has_a_say(rank, world_size):
     model = DistributedDataParallel(network, strategy="sync-server:compress=int8")
     plain = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
     optimizer, norm = psengine.DistributedOptimizer(plain, model), nn.BatchNorm1d(FEATURES)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     stepped: list[Any] = []
     optimizer.register_step_post_hook(lambda *_: stepped.append(0))
 
@@ -284,12 +285,24 @@ def test_servers_leave_out_a_step_in_which_nobody_has_a_say(rank, world_size):
         of_0, of_1 = torch.randn(2, 8, FEATURES, generator=torch.Generator().manual_seed(step))
         norm(of_0)
         before = tensors()
-        model(of_1 if rank else of_0).square().mean().backward()
-        assert all((parameter.grad is None) == (step == 2) for parameter in network.parameters())
-        optimizer.step()
+        scaler.scale(model(of_1 if rank else of_0).square().mean()).backward()
+        assert all((not parameter.grad.any()) == (step == 2) for parameter in network.parameters())
+        scaler.step(optimizer)
+        scaler.update()
         assert all(map(torch.equal, before, tensors())) == (step == 2)
         assert all(map(torch.equal, network[0].buffers(), norm.buffers()))
     assert len(stepped) == 3
     assert model.statistics().empty_steps == 1
+
+    def closure() -> float:
+        model.batch_weight(0)
+        loss = model(of_0).square().mean()
+        loss.backward()
+        return loss.item()
+
+    before = tensors()
+    assert optimizer.step(closure) > 0
+    assert all(map(torch.equal, before, tensors()))
+    assert model.statistics().empty_steps == 2
     assert len([one for one in messages if "no worker contributed to step 3" in one]) == 1
     model.leave()

@@ -57,6 +57,7 @@ class SyncServer(ServerStrategy):
     name = "sync-server"
     counts_usage = True
     _empty_steps = 0
+    _is_in_closure = False  # of an optimizer's step, which goes on after it
 
     def __init__(self, **options: Unpack[ServerOptions]) -> None:
         super().__init__({"name": "average"}, **options)
@@ -212,21 +213,36 @@ class SyncServer(ServerStrategy):
         return DeferredWork(end_step)
 
     def _leave_out(self) -> None:
-        """A step to which nobody contributed changes nothing."""
+        """A step to which nobody contributed changes nothing.
+
+        Optimizers that are not distributed, or have called their closure, step over gradients that are None. To others
+        gradients are zeros: a GradScaler wants some that it can check.
+        """
+        optimizers = () if self._is_in_closure else self.optimizers.alive()
+        checked = {one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
         for parameter in self.replica.parameters.values():
-            parameter.grad = None
+            if parameter in checked and parameter.grad is not None:
+                parameter.grad.zero_()
+            else:
+                parameter.grad = None
         self._empty_steps += 1
         if self._empty_steps == 1:
             logger.warning(
-                "worker %d: no worker contributed to step %d, because every batch weight is 0. Gradients are None, and"
-                " the optimizer leaves the step out. Later ones are counted in model.statistics().empty_steps",
+                "worker %d: no worker contributed to step %d, because every batch weight is 0, so the optimizer leaves"
+                " it out. Gradients are zeros or None. Later ones are counted in model.statistics().empty_steps",
                 *(self.session.rank, self.completed_steps + 1),
             )
 
     @override
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:
         """A step to which nobody contributed is left out: momentum and weight decay would move weights."""
-        return None if self._is_empty and closure is None else local_step()
+        if closure is None:
+            return None if self._is_empty else local_step()
+        self._is_in_closure = True
+        try:
+            return local_step()
+        finally:
+            self._is_in_closure = False
 
     @override
     def statistics(self) -> dict[str, Any]:
