@@ -15,7 +15,6 @@ from psengine.parameter_server.status_model import (
     ShardWorker,
     WorkerStatus,
 )
-from psengine.protocol.views import View
 
 _STRATEGIES = {"average": "sync-server", "apply": "async", "merge": "diloco-server", "elastic": "sync"}
 
@@ -86,33 +85,6 @@ def _merge_workers(
 def owns_weights(rule: Mapping[str, Any]) -> bool:
     """Whether a job of this rule keeps its weights at the servers; where gradients are averaged, workers have them."""
     return rule["name"] not in ("average", "elastic")
-
-
-def other_servers(job: str, view: View, servers: int | None = None, shards: int = 0, why: str = "") -> str:
-    """Why a worker that names so many servers, with so many shards, cannot use a job's values; "" where it can.
-
-    Args:
-        job: its name.
-        view: of the job.
-        servers: None: as many, in another order, or ``why``.
-        shards: 0: not known.
-        why: what else is wrong.
-    """
-    expected = len(view.servers)
-    if servers is None:
-        why = why or "in another order"
-    elif servers != expected and expected:
-        count = abs(servers - expected)
-        why = f"{count} {'server' if count == 1 else 'servers'} {'more' if servers > expected else 'less'}"
-    elif shards not in (0, len(view.shards)):
-        why = f"with another number of shards (expected {len(view.shards)}, got {shards}; see --shards)"
-    else:
-        return ""
-    return (
-        f"the values of job {job!r} are with {', '.join(view.servers) or 'other servers'}; this worker names them {why}"
-        f". Fix: name the same servers in the same order, or drop the values by psengine admin forget --job {job} at"
-        " each of them."
-    )
 
 
 def rule_text(rule: Mapping[str, Any]) -> str:

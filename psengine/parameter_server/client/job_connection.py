@@ -24,10 +24,9 @@ from psengine.parameter_server.client.operation import Push, Request
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.parameter_server.client.runtime import Runtime
 from psengine.parameter_server.client.steps import Step, Steps
-from psengine.parameter_server.overview import other_servers
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import ErrorCode, Message, MessageType
-from psengine.protocol.views import View, view_of
+from psengine.protocol.views import View, other_servers, view_of
 from psengine.tracing.stall_inspector import inspector
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,6 @@ from typing_extensions import override
 from psengine.errors import ProtocolError
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.parameter_server.chunk_codecs import only_gradients
-from psengine.parameter_server.overview import other_servers
 from psengine.parameter_server.server.interfaces import Sender
 from psengine.parameter_server.server.rules.apply import Apply
 from psengine.parameter_server.server.rules.average import Average
@@ -32,7 +31,7 @@ from psengine.parameter_server.status_model import ShardJob, ShardWorker, added
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number
 from psengine.protocol.messages import DTYPE_NUMBERS, MAX_CHUNKS, ErrorCode, Message, MessageType
-from psengine.protocol.views import Release, View
+from psengine.protocol.views import Release, View, other_servers
 
 PAGE_BYTES = 48 * 1024
 # Chunk-sized slots of an optimizer that may be attached.
