@@ -123,7 +123,8 @@ class Job(RuleContext):
         differs = other_servers(self.name, self.view, servers, shards)
         if not differs and shard != self.place:
             differs = other_servers(self.name, self.view)
-        if not differs and body["key"] != self.key:
+        # An older registration is that of a worker which was away while another one registered the job: it is told so.
+        if not differs and body["key"] != self.key and body["registration"] > self.registration:
             differs = other_servers(self.name, self.view, why="as before, and the first of them has lost the job")
         if differs:
             raise ProtocolError(differs, ErrorCode.OTHER_SERVERS)
