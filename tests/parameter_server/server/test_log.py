@@ -11,7 +11,7 @@ import pytest
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.log.disk import DirectoryDisk
-from psengine.parameter_server.server.log.log import BEGINNING, Place, ShardLog, segment_name, segments
+from psengine.parameter_server.server.log.log import BEGINNING, Place, ShardLog, segment_name
 from psengine.parameter_server.server.log.reading import LogReader
 from psengine.parameter_server.server.log.records import Record, RecordKind
 
@@ -72,21 +72,6 @@ def read(disk, start=None):
         assert one._replace(frames=frames, number=0, durable=0) == record(one.number, len(frames[-1]))
         numbers.append(one.number)
     return numbers, reader.end, notes
-
-
-def test_records_come_back_over_segments_and_lives(disk):
-    log = Written(disk).group(3).group(1)
-    second = log.log.cut()
-    assert second == log.log.cut() == Place(2, 5, EPOCH)
-    log.group(4, size_bytes=300_000)
-    numbers, end, notes = read(disk)
-    assert (numbers, end, notes) == ([1, 2, 3, 4, 6, 7, 8, 9], Place(2, 10, EPOCH), [])
-    assert read(disk, second)[0] == [6, 7, 8, 9]
-    Written(disk, EPOCH + 1, last=end).group(2)
-    assert read(disk)[0] == [*numbers, 11, 12]
-    assert segments(disk) == {0: [1, 2, 3]}
-    disk.delete(FIRST)
-    assert read(disk, second)[0] == [6, 7, 8, 9, 11, 12]
 
 
 def test_a_flipped_bit_anywhere_is_refused_with_file_and_place(disk):

@@ -198,20 +198,6 @@ def logged(number):
     return ServerState(state(number), {0: Place(number, 0, 7)})
 
 
-def test_segments_stay_as_long_as_a_generation_goes_on_in_them(store):
-    log_files(store, 1, 2, 3, 4)
-    for number in (2, 3, 4):
-        store.save(logged(number))
-    assert generations(store.disk.directory) == names(2, 3) + [segment_name(0, number) for number in (3, 4)]
-    # A shard that has no log any more, and a server that keeps none.
-    (store.disk.directory / segment_name(1, 1)).touch()
-    store.save(logged(4))
-    assert segment_name(1, 1) not in generations(store.disk.directory)
-    for _ in range(2):
-        save(store, 5)
-    assert generations(store.disk.directory) == names(5, 6)
-
-
 def test_where_there_is_little_room_one_generation_goes_before_the_next_is_there(store, monkeypatch):
     log_files(store, 1, 2, 3)
     for number in (1, 2):
