@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -234,7 +235,7 @@ def run_ranks_to_any_end(
         leaves_together: whether ranks wait for each other before they end.
         stops_early: end all ranks once it is clear which one failed first.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = _loopback_store()
     group = (store.port, timeout_s if group_timeout_s is None else group_timeout_s) if joins else None
     setup = _Setup(0, world_size, group, device, threads, leaves_together and joins, work, arguments)
     ends = [RankEnd(rank, *started) for rank, started in enumerate(start(world_size))]
@@ -254,6 +255,13 @@ def run_ranks_to_any_end(
             end.process.kill()
         for end in ends:
             end.process.wait(_END_S)
+
+
+def _loopback_store() -> dist.TCPStore:
+    """A store that only this host reaches; torch's own socket would listen at every address, without a key."""
+    with socket.create_server(("127.0.0.1", 0), backlog=MAX_RANKS) as listener:
+        port, descriptor = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
 
 
 def _wait(ends: Sequence[RankEnd], timeout_s: float, stops_early: bool, on_note: Callable[[str], None]) -> None:

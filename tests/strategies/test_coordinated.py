@@ -24,6 +24,7 @@ from support.command_process import (
 from support.elastic_training import await_another, process_of, weights_in
 from support.expectations import raises
 from support.holding import Hold
+from support.process_table import listeners_of
 from support.server_process import running_server
 
 from psengine.environment.processes import share_of_cores
@@ -153,17 +154,9 @@ def test_a_server_with_keys_has_one_port(tmp_path):
         with running_command(arguments, environment={"PSENGINE_SECRET_FILE": str(secret)}) as command:
             for worker in (0, 1):
                 process_of(command, worker, 5)
-            assert listening_ports(server.pid) == {port}
+            assert {port for _, port in listeners_of(server.pid)} == {port}
             assert command.wait() == 0, command.stderr
             assert weights_in(command.stdout) == {undisturbed()}
-
-
-def listening_ports(process_id: int) -> set[int]:
-    """The TCP ports at which a process listens, at any address."""
-    links = [os.readlink(one.path) for one in os.scandir(f"/proc/{process_id}/fd") if os.path.islink(one.path)]
-    tables = [Path(f"/proc/{process_id}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table]
-    return {int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links}
 
 
 def test_groups_that_fail_without_end_are_an_error_with_the_last_words(monkeypatch, caplog):

@@ -17,6 +17,15 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def listeners_of(pid: int) -> set[tuple[str, int]]:
+    """Where a process listens over TCP: (address as the kernel writes it, port)."""
+    links = [os.readlink(one.path) for one in os.scandir(f"/proc/{pid}/fd") if os.path.islink(one.path)]
+    tables = [Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table]
+    places = [row[1].split(":") for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in links]
+    return {(address, int(port, 16)) for address, port in places}
+
+
 def command_line(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()

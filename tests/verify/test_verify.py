@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from support import verify_targets
+from support.process_table import listeners_of
 from support.processes import run_ranks
 
 from psengine.cli.main import main
@@ -16,7 +18,7 @@ from psengine.errors import ConfigurationError
 from psengine.verify import Settings, TargetError, compare
 from psengine.verify.comparison import merge
 from psengine.verify.differences import Tolerance, find_difference
-from psengine.verify.ranks import Place
+from psengine.verify.ranks import Place, run_ranks_to_any_end
 from psengine.verify.target import check_target, load_function
 from psengine.verify.training import Findings, train_side_by_side
 
@@ -299,3 +301,11 @@ def test_two_strategies_are_compared_over_one_server():
     assert compare(target, Settings(strategy="async", world_size=1, steps=4)).verdict == "bitwise equal"
     found = compare(target, Settings(strategy="async", against="sync-server", steps=4))
     assert (found.verdict, found.is_reproducible) == ("different", True)
+
+
+def test_ranks_meet_where_only_this_host_comes():
+    before, heard = listeners_of(os.getpid()), set()
+    run_ranks_to_any_end(
+        repr, world_size=1, timeout_s=60.0, on_note=lambda _: heard.update(listeners_of(os.getpid()) - before)
+    )
+    assert [address for address, _ in heard] == ["0100007F"]
