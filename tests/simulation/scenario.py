@@ -56,6 +56,7 @@ class Scenario:
         election: who decides which of the two leads: "etcd" or "launcher".
         elector_s: the longest way of a question to the elector, and of its answer.
         asks: the tier that the job asks for; "" for none.
+        room: what any shard may hold, in sizes of the model, where joiners may find no room; None is enough.
         follower_bytes: what a shard of a follower may hold, where that is less than its leader's.
         apart_s: by how much a follower's clock is ahead of its leader's.
         think_s: the longest time between two steps of a worker, or of a batch.
@@ -100,6 +101,7 @@ class Scenario:
     election: str = ""
     elector_s: float = 0.0
     asks: str = ""
+    room: float | None = None
     follower_bytes: int | None = None
     apart_s: float = 0.0
     virtual_workers: int = 0
@@ -204,6 +206,7 @@ OF_WORKERS = ("kill worker", "stop worker", "zombie", "evict")
 # In so many scenarios nobody reaches a server for two leases, and nothing else fails; in as many beside other faults.
 CUTS_OF_ALL = 0.04
 STRANGERS = 0.25  # the share of seeds that have one
+LITTLE_ROOM = 0.25  # in so many jobs whose servers average
 OF_DISKS = ("fsync fails", "disk full", "bits flip")
 READERS = 0.2  # in so many scenarios
 COMPANIONS = 0.2  # in so many scenarios
@@ -240,7 +243,17 @@ def draw(seed: int) -> Scenario:
         scenario = replace(scenario, faults=(*(scenario.faults if chance > CUTS_OF_ALL else ()), cut))
     scenario = _with_stranger(scenario)
     is_cut_off = any(one.kind == "cut off" for one in scenario.faults)
-    return _asking(scenario if is_cut_off else _with_companion(scenario))
+    return _asking(_with_little_room(scenario if is_cut_off else _with_companion(scenario)))
+
+
+def _with_little_room(scenario: Scenario) -> Scenario:
+    """Little memory, where servers average and have no other job: who joins may be put out for it."""
+    rng = random.Random(f"room {scenario.seed}")
+    is_judged_alone = any(one.kind in ("cut all", "cut off") for one in scenario.faults)
+    is_other = scenario.rule != "average" or scenario.companion is not None or scenario.has_followers
+    if is_other or is_judged_alone or rng.random() > LITTLE_ROOM:
+        return scenario
+    return replace(scenario, room=rng.choice((1.0, 1.0, 1.5, 2.5, 4.0)))
 
 
 def _asking(scenario: Scenario) -> Scenario:

@@ -34,7 +34,7 @@ from simulation.violation import Violation
 WALL_S = 1.7e9
 # How long a shard's thread takes to do what another thread asks for.
 LATE_S = (0.0, 0.005, 0.05)
-# Of each shard, unless a scenario has less for followers.
+# Of each shard, unless a scenario has less.
 MOST_BYTES = 1 << 30
 LIKE_ALL: dict[str, Any] = {"keep_history": False, "plugins": []}
 
@@ -68,6 +68,8 @@ class ServerProcess:
         self._wrong_s = wrong_s
         self.epoch = self.draw_epoch()
         most_bytes = scenario.follower_bytes if host >= scenario.servers else None
+        if scenario.room is not None:
+            most_bytes = int(scenario.room * sum(spec.size_bytes for spec in world.training.job.specs))
         most_bytes = MOST_BYTES if most_bytes is None else most_bytes
         self._settings = settings = ShardSettings(
             lease_s=scenario.lease_s,

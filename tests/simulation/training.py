@@ -218,7 +218,7 @@ class Training:
                     continue
                 if process.error is not None:
                     self.job.failed(process, process.error)
-                if process.error is not None and self._must_begin_anew(process.error):
+                if process.error is not None and self._must_begin_anew(process.error, process.has_state):
                     self.cluster.start_anew()
                     break
                 if self._has_ended(process):
@@ -236,10 +236,11 @@ class Training:
         self._end_training()
         self.clock.after(OPERATOR_S, self._operate)
 
-    def _must_begin_anew(self, error: Exception) -> bool:
+    def _must_begin_anew(self, error: Exception, has_state: bool) -> bool:
         """A worker has failed: whether only an operator can help, because servers have lost the job's state."""
         code = error.code if isinstance(error, ServerRefusedError) else ""
-        require(code in ENDS, "a worker failed: {}: {}", type(error).__name__, error)
+        has_no_room = code == ErrorCode.MEMORY and self.scenario.room is not None and not has_state
+        require(code in ENDS or has_no_room, "a worker failed: {}: {}", type(error).__name__, error)
         self.counts[f"worker ended: {code}"] += 1
         if code != ErrorCode.STATE_LOST:
             return False

@@ -46,6 +46,11 @@ def _commit_no_life(commit, self, what, **fields):
     return what == "life" or commit(self, what, **fields)
 
 
+@plant("a joiner without room is not refused", Control, "commit")
+def _keep_to_itself(commit, self, what, **fields):
+    return "refused" in fields or commit(self, what, **fields)
+
+
 def _never(channel):
     channel.retry_at_s = float("inf")
 
