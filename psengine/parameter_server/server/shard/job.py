@@ -140,13 +140,15 @@ class Job(RuleContext):
         return worker is not None and worker.incarnation == incarnation
 
     def is_from_member(self, message: Message, sender: Sender) -> bool:
-        """Whether a member of the view says this. Rank and incarnation are no secret: its RESUME has the job's key."""
+        """Whether a member of the view says this. Rank and incarnation are no secret: its RESUME has the job's key.
+
+        Who has lost its place says RESUME without one, over the same connection: it is not at work any more.
+        """
         if not self.is_member(message.worker, message.incarnation):
             return False
         worker = self.workers[message.worker]
-        if message.type is MessageType.RESUME:
-            return worker.user_id == sender.user_id and message.body.get("key") == self.key
-        return worker.proven == sender.route
+        has_key = message.type is MessageType.RESUME and message.body.get("key") == self.key
+        return worker.proven == sender.route or (has_key and worker.user_id == sender.user_id)
 
     def find(self, key: int) -> ChunkRule:
         """The chunk's rule; ProtocolError where there is no such chunk here."""
