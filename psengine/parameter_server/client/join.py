@@ -66,7 +66,8 @@ def start(job: JobConnection) -> Flow[str]:
 
 def _connect(job: JobConnection) -> Flow[None]:
     """Connect to all shards of all servers: each server's first shard lists the others."""
-    yield [_greeting(job, job.add_link(server)) for server in job.servers]
+    first = [job.add_link(server) for server in job.servers]
+    yield from _ask_all(job, lambda: [_greeting(job, link) for link in first])
     known: dict[int, str] = {}
     others: list[tuple[KnownServer, int]] = []
     for link in job.first_links():
@@ -79,8 +80,23 @@ def _connect(job: JobConnection) -> Flow[None]:
         others += [(link.server, shard) for shard in range(1, len(link.resumed["shards"]))]
     if (shards := len(known) + len(others)) > MAX_SHARDS:
         raise ConfigurationError(f"a job has at most {MAX_SHARDS} shards (got {shards} of {len(known)} servers)")
-    yield [_greeting(job, job.add_link(*place)) for place in others]
+    rest = [job.add_link(*place) for place in others]
+    yield from _ask_all(job, lambda: [_greeting(job, link) for link in rest])
     job.has_all_links = True
+
+
+def _ask_all(job: JobConnection, ask: Callable[[], list[Request]]) -> Flow[None]:
+    """Ask until no server refuses because its disk does not take a job's first snapshot."""
+    until_s = job.runtime.now_s() + job.options.timeout_s
+    while True:
+        try:
+            yield ask()
+            return
+        except ServerRefusedError as error:
+            if error.code != ErrorCode.SNAPSHOT_FAILED or job.runtime.now_s() >= until_s:
+                raise
+            logger.warning("asking again, for no step may come before it: %s", error)
+        yield job.heartbeat_s
 
 
 def _greeting(job: JobConnection, link: Link) -> Request:
@@ -142,7 +158,7 @@ def _initialise(
 ) -> Flow[None]:
     """Give the job its values."""
     number = job.registration_number
-    yield [_greeting(job, link) for link in job.links]
+    yield from _ask_all(job, lambda: [_greeting(job, link) for link in job.links])
     epochs = [link.epoch for link in job.links]
     job.chunks.place(layout, balance([spec.size_bytes for spec in layout], len(job.links)))
     under_way: deque[Request] = deque()
@@ -152,17 +168,9 @@ def _initialise(
         if len(under_way) >= REGISTERS_UNDER_WAY:
             yield [under_way.popleft()]
     yield under_way
-    began_s = job.runtime.now_s()
-    while number == job.registration_number:
-        try:
-            # Servers answer once this is durable to them.
-            yield [job.ask(link, _echo(), what=f"the first snapshot of job {job.options.job!r}") for link in job.links]
-            break
-        except ServerRefusedError as error:
-            if error.code != ErrorCode.SNAPSHOT_FAILED or job.runtime.now_s() >= began_s + job.options.timeout_s:
-                raise
-            logger.warning("asking again, for no step may come before it: %s", error)
-        yield job.heartbeat_s
+    # Servers answer once this is durable to them.
+    what = f"the first snapshot of job {job.options.job!r}"
+    yield from _ask_all(job, lambda: [job.ask(link, _echo(), what=what) for link in job.links])
     if epochs != [link.epoch for link in job.links] or number != job.registration_number:
         raise ServerRefusedError("a server has restarted meanwhile", ErrorCode.STALE)
     chunks = [len(job.chunks.at(link.index)) for link in job.links]

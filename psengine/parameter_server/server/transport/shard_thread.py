@@ -530,7 +530,8 @@ class ShardThread(threading.Thread):
         elif kind is MessageType.ECHO:
             echoed = [Outgoing(sender.route, self._to(message, MessageType.ECHOED, payload=payload_tensor(message)))]
             job = self.shard.jobs.get(message.job)
-            if self.snapshot is None or job is None or not job.is_registering or message.worker == NOBODY:
+            is_registrar = job is not None and job.is_registering and sender.route in job.registrars
+            if self.snapshot is None or not is_registrar:
                 self._send(echoed)
             else:  # no view comes before it, so what a restart may lose of a job is never all
                 self.snapshot().add_done_callback(partial(self._answer_saved, message, echoed))
@@ -550,8 +551,9 @@ class ShardThread(threading.Thread):
         if (error := written.exception()) is None:
             self.ask(lambda: self._send(answer))
         else:
-            refusal = {"code": ErrorCode.SNAPSHOT_FAILED, "text": f"no snapshot was written: {error}"}
-            self.answer(answer[0].route, request, refusal)
+            body = {"code": ErrorCode.SNAPSHOT_FAILED, "text": f"no snapshot was written: {error}"[:MAX_TEXT_CHARS]}
+            refused = Outgoing(answer[0].route, self._to(request, MessageType.ERROR, body=body))
+            self.ask(lambda: self._send([refused]))
 
     def _to(self, request: Message, kind: MessageType, **fields: Any) -> Message:
         """An answer to its sender."""
