@@ -217,7 +217,7 @@ class ServerProcess:
     def evict(self, job: str, rank: int) -> None:
         """An operator puts a worker out."""
         if self.is_up and not self.is_paused:
-            self.threads[0].evict(job, rank)
+            self.threads[0].told_to_evict(job, rank)
 
     def transmit(self, route: bytes, frames: list[Any]) -> None:
         """A message leaves: from here on its worker may know what it says."""
@@ -301,6 +301,11 @@ class SimulatedThread(shard_thread.ShardThread):
         self.release()
         self._tick()
         self._send_group()
+
+    def told_to_evict(self, job: str, rank: int) -> None:
+        """An operator puts a worker out."""
+        self._asked_by = None
+        self.evict(job, rank)
 
     def release(self) -> None:
         """The log is further."""
