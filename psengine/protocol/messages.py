@@ -30,6 +30,7 @@ MAX_CHUNKS = 16_384  # of a job at one shard
 MAX_WEIGHT = 1e12
 # A value of MEET. gloo's has 154 bytes, and 8 for each rank (torch 2.13).
 MAX_MEET_BYTES = 40 * 1024
+HELLO_AGAIN_S = 0.5  # whose HELLO is refused for now says it again after so long
 # A worker's counters stay exact as floats.
 MAX_COUNTED = 2**53
 # Why a server did not use a push that it answered.

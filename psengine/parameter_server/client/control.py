@@ -15,14 +15,12 @@ from typing_extensions import override
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.known_server import KnownServer
 from psengine.parameter_server.client.operation import Request
-from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
+from psengine.protocol.messages import HELLO_AGAIN_S, NOBODY, ErrorCode, Message, MessageType
 
 if TYPE_CHECKING:
     from psengine.parameter_server.client.job_client import JobClient
 
 _EXPECTED = -1  # among the requests: WELCOME or VIEW, for which a thread waits
-# A server that drains takes no HELLO; the next one may.
-HELLO_AGAIN_S = 0.5
 
 
 class Control(Channel):

@@ -32,7 +32,7 @@ from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardS
 from psengine.parameter_server.status_model import CoordinatedJob, CoordinatedWorker, Departed, State
 from psengine.protocol.bounds import MAX_VIEW_NUMBER
 from psengine.protocol.layout import job_number
-from psengine.protocol.messages import DURABILITY_TIERS, ErrorCode, Message, MessageType
+from psengine.protocol.messages import DURABILITY_TIERS, HELLO_AGAIN_S, ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View, ViewMember, check_digest, message_of, release_of, sign, view_of
 
 logger = logging.getLogger(__name__)
@@ -770,9 +770,10 @@ class Coordinator(JobMemory):
     def _hear(self) -> None:
         """Somebody says something of this job, be it only that it wants to join, or the rank of another.
 
-        Where nobody was heard for half a lease, the server may have been cut off from all: leases begin anew.
+        Where nobody was heard for half a lease, the server may have been cut off from all: leases begin anew. Who waits
+        for the rank of a dead process is heard more often than that.
         """
-        if self._lease_s / 2 < self._now_s - self._heard_s < math.inf:
+        if max(self._lease_s / 2, 2 * HELLO_AGAIN_S) < self._now_s - self._heard_s < math.inf:
             self._leases_begin_s = self._now_s
         self._heard_s = self._now_s
 
