@@ -282,6 +282,7 @@ class Resumed(Body):
     """RESUMED. ``version`` is the least of the job's chunks here; ``view_epoch`` that of the view's coordinator."""
 
     shards: Addresses
+    registration: bounds.Unsigned64
     chunks: bounds.Unsigned
     version: bounds.Unsigned
     view: bounds.Unsigned

@@ -113,7 +113,8 @@ def test_a_later_registration_takes_the_place_of_one_that_nobody_is_at_work_with
     assert answer.body["code"] == ErrorCode.FENCED
     assert "psengine admin forget --job demo" in answer.body["text"]
     member.connect()
-    assert other.begin(1, key=key) == ErrorCode.FENCED  # the same attempt is not another's
+    assert other.begin(1, key=key)["registration"] == 1  # the same attempt is not another's
+    assert other.register(spec(), ONES).body["code"] == ErrorCode.FENCED
     assert other.begin(2)["chunks"] == 1  # who has the key goes on
     assert other.begin(3, key=key)["chunks"] == 0
     assert world.shard.jobs[job_number("demo")].view is None

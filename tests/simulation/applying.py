@@ -44,10 +44,11 @@ class Version:
 
 @dataclass(eq=False)
 class Chunk:
-    """What is known of one chunk: its versions, the life of the server that has it, and what was pushed to it."""
+    """One chunk: its versions, the life of the server that has it, its shard there, and what was pushed to it."""
 
     versions: dict[int, Version] = field(default_factory=dict)
     epoch: int = 0
+    shard: int = 0
     pushed: dict[tuple[int, int], Values | None] = field(default_factory=dict)
 
     @property
@@ -77,6 +78,8 @@ class ApplyingJob(Job):
         }
         self.chunks = [Chunk() for _ in self.specs]
         self.steps_done: dict[int, int] = defaultdict(int)
+        self._started, self._restarts = set[int](), 0  # servers
+        self._runs: set[str] = set()  # that have taken part since it was registered
         # By server, the versions that its disk has at least.
         self._promised: dict[int, dict[int, int]] = defaultdict(dict)
         # (process, step) -> chunks of which a shard has taken it in its present life.
@@ -99,6 +102,10 @@ class ApplyingJob(Job):
 
     def begin_anew(self) -> None:
         self.steps_done.clear()
+
+    @property
+    def is_trained(self) -> bool:
+        return any(chunk.pushed for chunk in self.chunks)
 
     # ---- a worker ----------------------------------------------------------------------------------------------
 
@@ -126,7 +133,16 @@ class ApplyingJob(Job):
         yield pulls
         for spec, pull in zip(self.specs, pulls, strict=True):
             self._check_whole(process, spec.key, weights[spec.key], pull.wait())
+            self._check_run(process, spec.key)
+        self._runs.add(process.options.run)
         return weights
+
+    def _check_run(self, process, key: int) -> None:
+        """Nobody goes on unasked from what another run has trained, unless there may be members of that."""
+        chunk, options = self.chunks[key], process.options
+        runs = {self.world.all_processes[one].options.run for one, _ in chunk.versions[chunk.version].updates}
+        is_asked = not runs or options.continues or options.run in self._runs or "" in (*self._runs, options.run)
+        require(is_asked or self.world.joins, "worker {} goes on unasked from what runs {} trained", process.rank, runs)
 
     def _initial(self, key: int) -> Values:
         values = numbers(self.specs[key].numel, self.scenario.seed, "initial", key)
@@ -203,12 +219,18 @@ class ApplyingJob(Job):
         is_refused = any(one.message.type is MessageType.ERROR for one in outgoing)
         if kind is MessageType.PUSH and process is not None and not is_refused:
             self._note_push(process, message)
-        for key, version, values in inspection.chunks(shard, self.world.number):
+        found = {key: (version, values) for key, version, values in inspection.chunks(shard, self.world.number)}
+        for key, chunk in enumerate(self.chunks):
+            is_there = (chunk.epoch, chunk.shard) != (server.epoch, shard.index) or key in found
+            may_go = not chunk.version or self.excused or (self._restarts and self.scenario.durability == "memory")
+            require(is_there or may_go, "version {} of chunk {} was dropped", chunk.version, key)
+        for key, (version, values) in found.items():
             chunk = self.chunks[key]
             is_registered = kind is MessageType.REGISTER and message.key == key and not is_refused
             is_registered = is_registered and not inspection.view_number(shard, self.world.number)[1]
             if chunk.epoch != server.epoch or is_registered:
                 self._begin(server, key, version, values)
+                chunk.shard = shard.index
             elif version != chunk.version:
                 self._take(server, shard, key, version, values, message if kind is MessageType.PUSH else None)
             elif kind is MessageType.PUSH:
@@ -222,6 +244,8 @@ class ApplyingJob(Job):
         """A job's chunk has its first values."""
         is_initial = version == 0 and np.array_equal(values, self._initial(key))
         require(is_initial, "chunk {} begins with version {} and other values", key, version)
+        self.world.home = self.world.run.servers
+        self._runs.clear()
         chunk = self.chunks[key]
         chunk.epoch = server.epoch
         chunk.versions = {0: Version(values, State(values))}
@@ -353,6 +377,8 @@ class ApplyingJob(Job):
 
     def server_started(self, server) -> None:
         """A life begins: what it lost is allowed by its tier."""
+        self._restarts += server.index in self._started
+        self._started.add(server.index)
         restored: dict[int, int] = {}
         for shard in server.shards:
             for key, version, values in inspection.chunks(shard, self.world.number):
@@ -361,7 +387,7 @@ class ApplyingJob(Job):
                 is_known = known is not None and np.array_equal(known.values, values)
                 require(is_known, "chunk {} came back as version {} with values that it never had", key, version)
                 chunk.versions = {number: one for number, one in chunk.versions.items() if number <= version}
-                chunk.epoch = server.epoch
+                chunk.epoch, chunk.shard = server.epoch, shard.index
                 restored[key] = self._restored[server.epoch, key] = version
                 for (number, step_), taken in self.taken.items():
                     process = self.world.all_processes[number]

@@ -105,7 +105,8 @@ class AveragingJob(Job):
         self._residuals = Residuals(self, scenario.codec, self._parameters) if leaves_residuals else None
 
     def begin_anew(self) -> None:
-        self._finished.clear()
+        for known in (self._finished, self._given, self._gave):
+            known.clear()
 
     # ---- a worker; follows strategies/servers/sync.py ---------------------------------------------------------------
 

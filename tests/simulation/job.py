@@ -35,6 +35,11 @@ class Job:
         """Whether all that was acknowledged is there."""
         return self.scenario.keeps_updates and not self.excused
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether servers have values that somebody has trained."""
+        return False
+
     def think_s(self) -> float:
         """How long a worker computes."""
         return self.scenario.think_s * self._rng.random()

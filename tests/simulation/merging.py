@@ -131,8 +131,8 @@ class MergingJob(ApplyingJob):
 
     def _begin(self, server, key: int, version: int, values: Values) -> None:
         super()._begin(server, key, version, values)
-        self._decided.clear()
-        self._updates.clear()
+        for known in (self._decided, self._updates, self._told):
+            known.clear()
 
     def _take(self, server, shard: Any, key: int, version: int, values: Values, push: Message | None) -> None:
         """A chunk has a new version: that of one merge, or of several that waited for each other."""

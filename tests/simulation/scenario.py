@@ -26,6 +26,27 @@ class Fault(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run of a job: the first one, or one that begins the job again once those before it are over.
+
+    Attributes:
+        workers: its world size.
+        servers: that it names, in this order.
+        name: runs of one name are the same; "" has none.
+        continues: it goes on from what others have trained.
+        killed_s: when all its workers are killed, after its begin; None lets them train.
+        rests_s: how long it begins after the one before.
+    """
+
+    workers: int
+    servers: tuple[int, ...]
+    name: str = "run"
+    continues: bool = False
+    killed_s: float | None = None
+    rests_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scenario:
     """See the module's text.
 
@@ -66,6 +87,8 @@ class Scenario:
         has_reader: somebody reads the values while others train.
         companion: another job at the same servers; what it says of them does not count.
         lead: of a companion: which server leads it.
+        killed_s: when all workers of the first run are killed; None lets them train.
+        later: runs after the first.
         is_second_model: of a companion: its workers are in the processes of this job's workers.
     """
 
@@ -111,6 +134,8 @@ class Scenario:
     companion: Scenario | None = None
     lead: int = 0
     is_second_model: bool = False
+    killed_s: float | None = None
+    later: tuple[Run, ...] = ()
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -139,6 +164,12 @@ class Scenario:
     def ranks(self) -> int:
         """Workers in all."""
         return self.workers + len(self.joins_s)
+
+    @property
+    def run(self) -> Run:
+        """The first."""
+        servers = tuple((self.lead + index) % self.servers for index in range(self.servers))
+        return Run(workers=self.workers, servers=servers, killed_s=self.killed_s)
 
     def steps_of(self, rank: int) -> int:
         """After which step this worker leaves."""
@@ -209,6 +240,7 @@ STRANGERS = 0.25  # the share of seeds that have one
 LITTLE_ROOM = 0.25  # in so many jobs whose servers average
 OF_DISKS = ("fsync fails", "disk full", "bits flip")
 READERS = 0.2  # in so many scenarios
+LATER_RUNS = 0.2  # in so many scenarios
 COMPANIONS = 0.2  # in so many scenarios
 TABLES = 0.4  # in so many of the rules that tables have
 OTHER_SEEDS = 1 << 32
@@ -243,15 +275,15 @@ def draw(seed: int) -> Scenario:
         scenario = replace(scenario, faults=(*(scenario.faults if chance > CUTS_OF_ALL else ()), cut))
     scenario = _with_stranger(scenario)
     is_cut_off = any(one.kind == "cut off" for one in scenario.faults)
-    return _asking(_with_little_room(scenario if is_cut_off else _with_companion(scenario)))
+    return _asking(_with_little_room(scenario if is_cut_off else _with_later_runs(_with_companion(scenario))))
 
 
 def _with_little_room(scenario: Scenario) -> Scenario:
-    """Little memory, where servers average and have no other job: who joins may be put out for it."""
+    """Little memory, where servers average and have no other job or run: who joins may be put out for it."""
     rng = random.Random(f"room {scenario.seed}")
     is_judged_alone = any(one.kind in ("cut all", "cut off") for one in scenario.faults)
     is_other = scenario.rule != "average" or scenario.companion is not None or scenario.has_followers
-    if is_other or is_judged_alone or rng.random() > LITTLE_ROOM:
+    if is_other or scenario.later or is_judged_alone or rng.random() > LITTLE_ROOM:
         return scenario
     return replace(scenario, room=rng.choice((1.0, 1.0, 1.5, 2.5, 4.0)))
 
@@ -261,6 +293,43 @@ def _asking(scenario: Scenario) -> Scenario:
     tiers = ("", *DURABILITY_TIERS[scenario.durability])
     asks = rng.choice(tiers) if scenario.rule != "elastic" else ""
     return replace(scenario, asks=asks, companion=None if other is None else _asking(other))
+
+
+def _with_later_runs(scenario: Scenario) -> Scenario:
+    """The job is begun again: by another run, with other servers, or with another world size."""
+    rng, other = random.Random(f"later runs {scenario.seed}"), scenario.companion
+    is_alone = scenario.rule == "elastic" or any(one.kind == "cut all" for one in scenario.faults)
+    if rng.random() > LATER_RUNS or is_alone or (other is not None and other.is_second_model):
+        return scenario
+    # A lead that thinks that workers train, and servers that another one has led since: not for averages.
+    killed_s = round(rng.uniform(0.3, 2.0), 3) if rng.random() < 0.4 else None
+    scenario = replace(scenario, killed_s=killed_s)
+    runs = tuple(_draw_run(rng, scenario) for _ in range(rng.choice((1, 2, 2))))
+    return replace(
+        scenario,
+        joins_s=(),
+        leaves=(),
+        steps=rng.randint(1, 4),
+        shares=min(scenario.shares, scenario.workers),
+        later=runs,
+        faults=tuple(one._replace(at_s=round(one.at_s * rng.choice((1.0, 1.0, 2.0)), 3)) for one in scenario.faults),
+    )
+
+
+def _draw_run(rng: random.Random, scenario: Scenario) -> Run:
+    servers = list(scenario.run.servers)
+    if rng.random() < 0.5 and not (scenario.rule == "average" and scenario.killed_s):
+        rng.shuffle(servers)
+        if not scenario.tables:  # they have a part for each shard
+            servers = servers[: rng.randint(1, len(servers))]
+    return Run(
+        workers=rng.randint(1, scenario.workers if scenario.tables else 4),
+        servers=tuple(servers),
+        name=rng.choice(("run", "other", "other", "third", "third", "")),
+        continues=rng.random() < 0.6,
+        killed_s=round(rng.uniform(0.3, 2.0), 3) if scenario.rule != "average" and rng.random() < 0.2 else None,
+        rests_s=rng.choice((0.1, 0.1, 1.0, 2 * scenario.lease_s)),
+    )
 
 
 def _with_stranger(scenario: Scenario) -> Scenario:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from psengine.codecs.registry import resolve_codec
-from psengine.errors import ServerRefusedError
+from psengine.errors import ConfigurationError, ServerRefusedError
 from psengine.parameter_server.chunk_codecs import only_gradients
 from psengine.parameter_server.client.options import SessionOptions
 from psengine.protocol.layout import job_number
@@ -48,6 +48,9 @@ OPERATOR_S = 0.25
 REST_S = 0.3
 # How workers may end that have not come to the end of their training.
 ENDS = (ErrorCode.STATE_LOST, ErrorCode.ENDED, ErrorCode.DUPLICATE_RANK, ErrorCode.FENCED, ErrorCode.NOT_MEMBER)
+
+# How a whole run may.
+REFUSALS = (ErrorCode.OTHER_RUN, ErrorCode.OTHER_SERVERS)
 
 
 @dataclass
@@ -92,6 +95,9 @@ class Training:
 
     Attributes:
         name: of the job.
+        run: the present one.
+        home: the servers that were named as the job's values were registered last.
+        joins: whether the run before was killed, so that its members may still count.
         slots: its ranks.
         zombies: processes that do not know yet that they were replaced.
         readers: who reads what it trains, until it is over.
@@ -104,6 +110,8 @@ class Training:
         self.number = job_number(name)
         self.clock, self.network, self.counts = cluster.clock, cluster.network, cluster.counts
         self.faults = cluster.faults
+        self.run, self._later = scenario.run, list(scenario.later)
+        self.home, self.joins = self.run.servers, False
         self._rng = random.Random(f"{name} {scenario.seed}")
         self.slots = [Slot(self, rank) for rank in range(scenario.ranks)]
         self.zombies: list[WorkerProcess] = []
@@ -119,7 +127,7 @@ class Training:
     @property
     def lead(self) -> ServerProcess:
         """The job's lead."""
-        return self.cluster.leaders[self.scenario.lead]
+        return self.cluster.leaders[self.run.servers[0]]
 
     @property
     def processes(self) -> Iterator[WorkerProcess]:
@@ -133,7 +141,11 @@ class Training:
 
     @property
     def is_over(self) -> bool:
-        """Whether all its workers have come to their end."""
+        """Whether all workers of its last run have come to their end."""
+        return not self._later and self._has_run_ended
+
+    @property
+    def _has_run_ended(self) -> bool:
         return all(slot.is_done for slot in self.slots) and all(zombie.is_dead for zombie in self.zombies)
 
     def where(self) -> str:
@@ -145,10 +157,39 @@ class Training:
         """Workers are started, and looked after."""
         starts_s = [*(self._rng.random() * 0.3 for _ in range(self.scenario.workers)), *self.scenario.joins_s]
         for slot, start_s in zip(self.slots, starts_s, strict=True):
-            self.clock.at(start_s, self._start_worker, slot)
+            self.clock.at(start_s, self._start_if_needed, slot)
         if self.scenario.has_reader:
             self.clock.at(self._rng.random(), self._start_reader)
+        self._kill_in_time()
         self.clock.after(OPERATOR_S, self._operate)
+
+    def _begin_next_run(self) -> None:
+        """The same job, by other processes."""
+        former, self.run = self.run, self._later.pop(0)
+        self.joins = former.killed_s is not None
+        self.counts["later runs"] += 1
+        self.scenario = self.job.scenario = replace(self.scenario, workers=self.run.workers)
+        self.slots = [Slot(self, rank) for rank in range(self.scenario.ranks)]
+        self.zombies.clear()
+        self.job.begin_anew()
+        if self.run.servers[0] != former.servers[0]:
+            self.views.begin_anew()
+        for slot in self.slots:
+            self.clock.after(self.run.rests_s + self._rng.random() * 0.3, self._start_if_needed, slot)
+        self._kill_in_time()
+
+    def _kill_in_time(self) -> None:
+        run = self.run
+
+        def kill() -> None:
+            for process in self.processes if self.run is run else ():
+                if not process.is_dead:
+                    process.kill()
+            for slot in self.slots if self.run is run else ():
+                slot.is_done = True
+
+        if run.killed_s is not None:
+            self.clock.after(run.rests_s + run.killed_s, kill)
 
     def start_anew(self) -> None:
         """Servers have lost all that they had, the elector's terms too: all workers and readers begin once more."""
@@ -186,13 +227,13 @@ class Training:
     def _options(self, rank: int) -> SessionOptions:
         scenario = self.scenario
         codec = resolve_codec(scenario.codec or None)
-        indices = [(scenario.lead + index) % scenario.servers for index in range(scenario.servers)]
-        hosts = [range(index, scenario.hosts, scenario.servers) for index in indices]
+        hosts = [range(index, scenario.hosts, scenario.servers) for index in self.run.servers]
         return SessionOptions(
             addresses=["|".join(f"tcp://10.0.0.{host}:0" for host in of_server) for of_server in hosts],
             job=self.name,
             rule=self.job.rule | ({"durability": scenario.asks} if scenario.asks else {}),
-            run=f"run {self.counts['started anew']}",
+            run=self.run.name and f"{self.run.name} {self.counts['started anew']}",
+            continues=self.run.continues,
             codec=only_gradients(codec) if scenario.rule == "merge" else codec,
             rank=rank,
             world_size=scenario.workers,
@@ -234,13 +275,18 @@ class Training:
         if self._waits_for_values():
             self.cluster.start_anew()
         self._end_training()
+        if self._later and self._has_run_ended:
+            self._begin_next_run()
         self.clock.after(OPERATOR_S, self._operate)
 
     def _must_begin_anew(self, error: Exception, has_state: bool) -> bool:
         """A worker has failed: whether only an operator can help, because servers have lost the job's state."""
         code = error.code if isinstance(error, ServerRefusedError) else ""
+        if isinstance(error, ConfigurationError):
+            code = ErrorCode.OTHER_SERVERS
         has_no_room = code == ErrorCode.MEMORY and self.scenario.room is not None and not has_state
-        require(code in ENDS or has_no_room, "a worker failed: {}: {}", type(error).__name__, error)
+        is_expected = code in (*ENDS, *self._refusals()) or has_no_room
+        require(is_expected, "a worker failed: {}: {}", type(error).__name__, error)
         self.counts[f"worker ended: {code}"] += 1
         if code != ErrorCode.STATE_LOST:
             return False
@@ -248,8 +294,19 @@ class Training:
         require(not is_kept, "servers have lost the job's state: {}", error)
         return True
 
+    def _refusals(self) -> list[str]:
+        """Why the present run may be refused as a whole: the values are elsewhere, or another's."""
+        if not (self.job.is_trained or self.joins):
+            return []
+        is_elsewhere = self.run.servers != self.home or self.scenario.snapshot_s is None or self.job.excused
+        return [ErrorCode.OTHER_SERVERS] * bool(is_elsewhere) + [ErrorCode.OTHER_RUN] * (not self.run.continues)
+
     def _has_ended(self, process: WorkerProcess) -> bool:
-        """Whether a worker came to a job that has ended; then nobody is in it."""
+        """Whether a worker came to a job that has ended, and nobody is in it; or its run was refused."""
+        if isinstance(process.error, ConfigurationError):
+            return True
+        if isinstance(process.error, ServerRefusedError) and process.error.code in REFUSALS:
+            return True
         if not isinstance(process.error, ServerRefusedError) or process.error.code != ErrorCode.ENDED:
             return False
         others = [one.rank for one in self.processes if one.takes_part]

@@ -29,6 +29,11 @@ class Views:
         self._processes: dict[tuple[int, int], Any] = {}  # (rank, incarnation)
         self._newest: dict[int, tuple[int, int]] = {}  # rank -> its newest process, and that one's incarnation
 
+    def begin_anew(self) -> None:
+        """Another coordinator leads, and knows nobody."""
+        self.members = {}
+        self._newest.clear()
+
     # ---- processes ---------------------------------------------------------------------------------------------
 
     def welcomed(self, process, message: Message) -> None:

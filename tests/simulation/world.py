@@ -132,8 +132,9 @@ class Simulation:
         self.faults.schedule()
         clock.after(OPERATOR_S, self._operate)
         last_s = max((fault.at_s + fault.lasts_s + 1.0 for fault in scenario.faults), default=0.0)
-        if not clock.run(last_s + LIVENESS_S, self._is_over):
-            raise Violation(f"not over {LIVENESS_S:g} s after the last fault: {self.where()}")
+        longest_s = LIVENESS_S * (1 + len(scenario.later))
+        if not clock.run(last_s + longest_s, self._is_over):
+            raise Violation(f"not over {longest_s:g} s after the last fault: {self.where()}")
 
     def _is_over(self) -> bool:
         return all(training.is_over for training in self.trainings)

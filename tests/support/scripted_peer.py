@@ -96,6 +96,7 @@ class Peer:
     def resumed(self):
         return {
             "shards": [self.address],
+            "registration": 1,
             "chunks": len(SPECS),
             "version": 0,
             "view": 1,

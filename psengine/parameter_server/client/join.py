@@ -161,6 +161,10 @@ def _initialise(
     yield from _ask_all(job, lambda: [_greeting(job, link) for link in job.links])
     epochs = [link.epoch for link in job.links]
     job.chunks.place(layout, balance([spec.size_bytes for spec in layout], len(job.links)))
+    chunks = [len(job.chunks.at(link.index)) for link in job.links]
+    facts = {"servers": list(job.options.addresses), "epochs": epochs, "chunks": chunks}
+    if (latest := max(link.resumed["registration"] for link in job.links)) > number:
+        yield [job.control.commit("registered", registration=latest, **facts)]  # is refused, and another drawn
     under_way: deque[Request] = deque()
     for spec in layout:
         link = job.links[job.chunks.shard_of[spec.key]]
@@ -173,10 +177,7 @@ def _initialise(
     yield from _ask_all(job, lambda: [job.ask(link, _echo(), what=what) for link in job.links])
     if epochs != [link.epoch for link in job.links] or number != job.registration_number:
         raise ServerRefusedError("a server has restarted meanwhile", ErrorCode.STALE)
-    chunks = [len(job.chunks.at(link.index)) for link in job.links]
-    servers = list(job.options.addresses)
-    facts = {"registration": number, "servers": servers, "epochs": epochs, "chunks": chunks}
-    yield [job.control.commit("registered", **facts)]
+    yield [job.control.commit("registered", registration=number, **facts)]
 
 
 def fetch_layout(job: JobConnection) -> Flow[list[ChunkSpec]]:

@@ -30,7 +30,7 @@ from psengine.parameter_server.server.coordinator.states import JOB, JobMemory, 
 from psengine.parameter_server.server.coordinator.workers import CLAIM_GRACE_S, Worker, Workers
 from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings
 from psengine.parameter_server.status_model import CoordinatedJob, CoordinatedWorker, Departed, State
-from psengine.protocol.bounds import MAX_VIEW_NUMBER
+from psengine.protocol.bounds import INT64_MAX, MAX_VIEW_NUMBER
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import DURABILITY_TIERS, HELLO_AGAIN_S, ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View, ViewMember, check_digest, message_of, release_of, sign, view_of
@@ -348,10 +348,16 @@ class Coordinator(JobMemory):
         self._hear_cut(worker, body)
         if rule is not None:
             worker.has_rule = True
-            self.world_size = max(self.world_size, body["world_size"])
+            worker.world_size = body["world_size"]
+            self._learn_size()
             if self.rule is None:
                 self._set_rule(rule)
         self.is_changed = True
+
+    def _learn_size(self) -> None:
+        """Runs of which nobody is present do not count."""
+        sizes = [one.world_size for one in self.workers.present if one.has_rule]
+        self.world_size = max(sizes, default=self.world_size)
 
     def _went_on(self, rank: int, worker: Worker | None) -> ProtocolError:
         """A process has the state of a view, and the others have taken steps without it."""
@@ -508,6 +514,7 @@ class Coordinator(JobMemory):
                 worker.route, worker.last_heard_s = b"", self._now_s
             worker.advance("admitted")
             worker.first_step, worker.has_rule, worker.why_gone = member.first_step, True, ""
+            worker.world_size = self.world_size
             self.came[worker.rank] = False
 
     def _resume(self) -> None:
@@ -619,6 +626,9 @@ class Coordinator(JobMemory):
     def _hear_registered(self, worker: Worker, message: Message) -> None:
         body = message.body
         if (worker, body["registration"]) != (self._registrar, self.registration):
+            if worker is self._registrar and self.registration < body["registration"] <= INT64_MAX:
+                # A shard has a later one, of another lead's.
+                self.registration, self._registrar = body["registration"], None
             raise self._stale("registered a model under an older registration")
         if self.state is JobState.NEW:
             self.epochs, self.chunks, self._empty = list(body["epochs"]), list(body["chunks"]), None
@@ -754,6 +764,7 @@ class Coordinator(JobMemory):
         worker.advance("went")
         worker.why_gone, worker.gone_because, worker.prepared = reason, why, 0
         worker.gone_unix_s = round(self._interfaces.wall_s(), 3)
+        self._learn_size()
         self._note(reason, worker, f"{'left' if reason == 'left' else f'was {reason}'}: {why}")
         self.is_changed = True
 

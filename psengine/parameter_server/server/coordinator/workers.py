@@ -35,6 +35,7 @@ class Worker:
     host: str = "unknown host"
     pid: int = 0
     run: str = ""
+    world_size: int = 1  # of its run
     continues: bool = False  # it goes on from what another run has trained
     warning: str = ""  # for its next WELCOME
     process_id: int = 0  # where the kernel says which process of this host it is

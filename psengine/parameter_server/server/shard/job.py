@@ -118,13 +118,15 @@ class Job(RuleContext):
     def check_place(self, body: Mapping[str, Any]) -> None:
         """Raise ProtocolError where a worker names other servers than those that have the values, or another order."""
         shard, shards, servers = body["place"]
-        if not self.is_trained or self.view is None:
+        has_none = self.holds_weights and not self.rules  # here: whether others have, only their shards know
+        if self.view is None or not (self.is_trained or (has_none and any(self.view.chunks))):
             return
         differs = other_servers(self.name, self.view, servers, shards)
         if not differs and shard != self.place:
             differs = other_servers(self.name, self.view)
         # An older registration is that of a worker which was away while another one registered the job: it is told so.
-        if not differs and body["key"] != self.key and body["registration"] > self.registration:
+        is_later = body["registration"] > self.registration
+        if not differs and not has_none and is_later and body["key"] != self.key:
             differs = other_servers(self.name, self.view, why="as before, and the first of them has lost the job")
         if differs:
             raise ProtocolError(differs, ErrorCode.OTHER_SERVERS)

@@ -213,10 +213,12 @@ class Shard:
             if not self._is_current(job):  # else it is a member, or was put out
                 job.registrars.add(sender.route)
             return
-        if job is not None and (job.registration >= registration or self._connected(job)):
+        if job is not None and job.registration >= registration:
+            return  # RESUMED says it: its coordinator, that of another lead perhaps, draws a later one
+        if job is not None and self._connected(job):
             raise ProtocolError(
-                f"job {name!r} is at work here, or was registered later: it is led by another server. Fix: name the"
-                f" servers in the same order everywhere, or drop it by psengine admin forget --job {name}.",
+                f"job {name!r} is at work here: it is led by another server. Fix: name the servers in the same order"
+                f" everywhere, or drop it by psengine admin forget --job {name}.",
                 ErrorCode.FENCED,
             )
         if not self._is_replaying:
@@ -457,6 +459,7 @@ def _facts_of(job: Job | None) -> dict[str, int]:
     """What RESUMED says of a job here."""
     view = None if job is None else job.view
     return {
+        "registration": 0 if job is None else job.registration,
         "chunks": 0 if job is None else len(job.rules),
         "version": 0 if job is None else job.version,
         "view": 0 if view is None else view.number,
