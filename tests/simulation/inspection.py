@@ -47,6 +47,17 @@ def is_trained(shard: Any, number: int) -> bool:
     return shard.jobs[number].is_trained  # type: ignore[no-any-return]
 
 
+def place(shard: Any, number: int) -> list[int]:
+    """Which of how many shards of a job this is, and at how many servers, as who registers it says."""
+    job = shard.jobs[number]
+    return [job.place, len(job.view.shards), len(job.view.servers)]
+
+
+def is_at_work(shard: Any, number: int) -> bool:
+    """Whether a worker of the job is connected to a shard."""
+    return bool(shard._connected(shard.jobs[number]))
+
+
 def last_merge(shard: Any, job: int, key: int) -> int:
     """The number of the last decision that a chunk has merged."""
     rule = _rules(shard, job).get(key)

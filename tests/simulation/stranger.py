@@ -103,9 +103,10 @@ class Stranger:
         if not inspection.view_number(shard, training.number)[1]:
             return  # who registers first is believed
         is_trained = inspection.is_trained(shard, training.number)
+        place = rng.choice(([0, 0, rng.choice((1, 2))], inspection.place(shard, training.number)))
         resume = {
-            "job": training.name, "rule": training.job.rule, "registration": 2**60 if is_trained else 1,
-            "key": self._key, "place": [0, 0, rng.choice((1, 2))],
+            "job": training.name, "rule": training.job.rule, "registration": 2**62 if is_trained else 1,
+            "key": self._key, "place": place,
         }  # fmt: skip
         if rng.random() < 0.5:
             resume["open"] = [[0, 1]]
@@ -127,4 +128,6 @@ class Stranger:
             register,
             Message(MessageType.PULL, key=spec.key, **who),
         ]
-        self._say(server, number, [rng.choice(said)], lambda: shard.changes)
+        # Where somebody is connected, nobody else registers anything.
+        is_alone = is_trained and not inspection.is_at_work(shard, training.number)
+        self._say(server, number, [said[2] if is_alone else rng.choice(said)], lambda: shard.changes)

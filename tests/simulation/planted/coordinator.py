@@ -43,6 +43,7 @@ plant("a restarted shard is not heard of", Coordinator, "_hear_life", constant(N
 plant("who is cut off from a shard stays", Coordinator, "_put_out_cut_off", constant(None))
 plant("no donor is asked", Coordinator, "_ask_donor", constant(None))
 plant("views do not grow", Coordinator, "_next_number", after(lambda number: max(1, number - 1)))
+plant("a run goes on unasked from what another has trained", Coordinator, "_turn_away", constant(None))
 plant("a coordinator that resumes begins with whoever is back", Coordinator, "_expect", constant(None))
 
 

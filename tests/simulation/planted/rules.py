@@ -148,4 +148,9 @@ def _believe_incarnation(is_from, self, message, sender):
     return self.is_member(message.worker, message.incarnation)
 
 
-plant("a newer registration replaces what was trained", Job, "check_place", constant(None))
+plant("a run that names other servers replaces what was trained", Job, "check_place", constant(None))
+
+
+@plant("a newer registration replaces what was trained", Job, "check_place")
+def _take_for_older(check, self, body):
+    check(self, body | {"registration": min(body["registration"], self.registration)})
