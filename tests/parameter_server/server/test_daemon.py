@@ -117,6 +117,16 @@ def test_exit_codes(arguments, code, words, taken_port):
         assert "Traceback" not in shown
 
 
+def test_a_directory_has_one_server_at_a_time(tmp_path):
+    with running_server(snapshot_dir=tmp_path) as server:
+        words = rf"exit code 4(.|\n)*{tmp_path} to be free, got a lock held by process {server.pid}\)"
+        with pytest.raises(ServerFailedError, match=words), running_server(snapshot_dir=tmp_path):
+            pass
+        server.kill()
+    with running_server(snapshot_dir=tmp_path) as server:
+        assert server.is_alive
+
+
 def slow_commit():
     rename = os.rename
 
