@@ -27,6 +27,11 @@ BEHAVIOURS = {
     "the worker that registers the model dies between two servers": _with(
         AVERAGE, Fault("kill worker", 0.0, 0.5, 0, on="REGISTER")
     ),
+    "who registered the model dies, and a server, before the other worker has read the layout": _with(
+        replace(AVERAGE, workers=2),
+        Fault("kill worker", 0.0, 4.0, 0, on="LIST"),
+        Fault("kill server", 0.0, 0.5, server=1, on="LIST"),
+    ),
     "the lead dies as the model is registered": _with(LOG, Fault("kill lead", 0.0, 0.5, on="COMMIT")),
     "the lead dies as it publishes the first view": _with(AVERAGE, Fault("kill lead", 0.0, 0.5, on="VIEW")),
     "the lead dies as models are compared, and who has the values comes back last": _with(

@@ -202,7 +202,8 @@ def fetch_layout(job: JobConnection) -> Flow[list[ChunkSpec]]:
 def _compare(job: JobConnection, mine: Sequence[ChunkSpec]) -> Flow[None]:
     """Raise ReplicaMismatchError, naming the first parameter that differs, unless the models are the same.
 
-    A shard that has restarted refuses until it has all chunks again.
+    A shard that has restarted refuses until it has all chunks again. Where servers average, what a member was to read
+    there is lost: it needs others' state, and where nobody has any, the job begins anew.
     """
     began_s = job.runtime.now_s()
     while True:
@@ -212,6 +213,10 @@ def _compare(job: JobConnection, mine: Sequence[ChunkSpec]) -> Flow[None]:
         except ServerRefusedError as error:
             if error.code != ErrorCode.NOT_READY or job.runtime.now_s() >= began_s + job.options.timeout_s:
                 raise
+            if job.options.averages and job.view is not None:
+                job.transport.do(job.leave_view, job.runtime.now_s())
+                yield [job.ask_to_join(job.last_view)]
+                raise ServerRefusedError(f"{job} lacks the job's first values: {error}", ErrorCode.STALE) from None
         if job.view is None and job.state == "initialise":
             raise ServerRefusedError(f"job {job.options.job!r} begins anew meanwhile", ErrorCode.STALE)
         yield LAYOUT_AGAIN_S

@@ -593,7 +593,7 @@ class Coordinator(JobMemory):
 
     def _begin_anew(self) -> None:
         """All are out who held the weights: who comes first brings others, or a view to go on from."""
-        logger.warning("job %r is over: all its workers are gone", self.name)
+        logger.warning("job %r begins anew: no worker is left that has its values", self.name)
         self._advance("over")
         self._reset()
 
