@@ -185,11 +185,10 @@ class Coordinator(JobMemory):
         Decisions are numbered in the order in which they are taken: PREPARE(n) and VIEW(n) around those of view n - 1.
         """
         welcome = (self._welcome_state(worker), self.registration)
-        # All hear also unasked of another registration, with its key, and who waits that it has to join.
+        # All hear also unasked of another registration, with its key; who waits, that it has to join; and who was told
+        # to wait for a view, that it has yet to read the state with which that view has it.
         is_news = welcome[1] != worker.welcomed[1] or (welcome[0] == "join" and worker in self.workers.waiting)
-        is_news |= (
-            welcome[0] == "joined" and worker.welcomed[0] == "wait"
-        )  # before the view that it was told to wait for
+        is_news |= welcome[0] == "joined" and worker.welcomed[0] == "wait"
         is_news |= bool(worker.warning)
         if worker.route and worker.welcomed != welcome and (not worker.welcomed[0] or is_news):
             worker.welcomed = welcome
