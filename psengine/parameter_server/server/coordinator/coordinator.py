@@ -397,9 +397,8 @@ class Coordinator(JobMemory):
             view, self._shown = shown.view, None
             if not self._is_known:
                 self._refuse_other_life(body["rule"])
-        member = None if view is None else view.member(message.worker)
-        is_in = member is not None and (member.incarnation, member.user_id) == (message.incarnation, sender.user_id)
-        return message, view if is_in and view is not None and view.number == body["view"] else None
+        is_in = view is not None and view.number == body["view"] and _has_sender(view, message, sender)
+        return message, view if is_in else None
 
     def _refuse_other_life(self, rule: Mapping[str, Any]) -> None:
         if not owns_weights(rule):
@@ -453,8 +452,7 @@ class Coordinator(JobMemory):
             return
         view = view_of(message.body)
         check_digest(message, shown.key, view)
-        member = view.member(message.worker)
-        if member is None or (member.incarnation, member.user_id) != (message.incarnation, shown.sender.user_id):
+        if not _has_sender(view, message, shown.sender):
             raise ProtocolError(f"worker {message.worker} is not in the view that it shows")
         shown.view = view
         self._hear_view(view, shown)
@@ -1036,6 +1034,12 @@ class Coordinator(JobMemory):
             self._advance("interrupted")
         if self.state is JobState.RESUMING and self.view is not None:
             self._expect(self.view.members)
+
+
+def _has_sender(view: View, message: Message, sender: Sender) -> bool:
+    """Whether the process that says this is in the view."""
+    member = view.member(message.worker)
+    return member is not None and (member.incarnation, member.user_id) == (message.incarnation, sender.user_id)
 
 
 def may_leave(leaver: Worker, members: list[Worker]) -> bool:
