@@ -49,6 +49,7 @@ from psengine.tracing.training_metrics import watch
 from psengine.wrapper import arguments as checks
 from psengine.wrapper import switching
 from psengine.wrapper.module_state import (
+    LoadHook,
     has_sparse_gradient,
     named_buffers,
     reducible_parameters,
@@ -120,6 +121,9 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         ModuleError: the module cannot be wrapped (RuntimeError).
         ReplicaMismatchError: the ranks' modules differ; names the parameter and the rank.
     """
+
+    _load_hook: torch.utils.hooks.RemovableHandle | None = None
+    _loads_strategy_state = False
 
     def __init__(
         self,
@@ -251,6 +255,9 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             if shutdowns != shutdown_count():
                 model.leave()  # the next one has its place in its job
         self.strategy.prepare(replica)
+        if self.strategy.capabilities.steps_alone and self._load_hook is None:
+            hook = LoadHook(weakref.WeakMethod(self._begin_load))
+            self._load_hook = self.module.register_load_state_dict_pre_hook(hook)
         rebuilds = not self.strategy.capabilities.keeps_first_layout
         may_rebuild = rebuilds and (static_graph or not self.find_unused_parameters)
         # Buckets that will be rebuilt in arrival order start as one: until that order is known, an all-reduce in the
@@ -606,14 +613,19 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str], *others: Any
     ) -> None:
         entry = state_dict.pop(prefix + STRATEGY_STATE_KEY, None)
+        self._loads_strategy_state = entry is not None
         if entry is not None:
             checks.check_strategy_state(entry["name"], self.strategy, STRATEGY_STATE_KEY)
             self.strategy.load_state_dict(entry["state"])
-        else:
-            self.strategy.restart()
-            if self.saves_strategy_state and strict:
-                missing_keys.append(prefix + STRATEGY_STATE_KEY)
+        elif self.saves_strategy_state and strict:
+            missing_keys.append(prefix + STRATEGY_STATE_KEY)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
+
+    def _begin_load(self) -> None:
+        """Called by ``model.load_state_dict`` and by ``model.module.load_state_dict``."""
+        if not self._loads_strategy_state:
+            self.strategy.restart()
+        self._loads_strategy_state = False
 
     def __getstate__(self) -> dict[str, Any]:
         if self._tables:
@@ -627,6 +639,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         of_this_process = "process_group reducer logger _tables _collective _buffer_broadcast _optimizers _finalizer"
         for name in of_this_process.split():
             attributes.pop(name, None)
+        attributes.pop("_load_hook", None)  # the copy's module has none
         if not isinstance(self._collective_choice, str):
             attributes["_collective_choice"] = "auto"  # the object belongs to this process
         return attributes

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+import functools
+import weakref
+from collections.abc import Callable, Set
+from typing import Any
 
 import torch
 
@@ -32,3 +35,18 @@ def shared_state(module: torch.nn.Module, ignored: Set[str], *, with_buffers: bo
     state = {name: p for name, p in module.named_parameters() if name not in ignored}
     buffers = named_buffers(module, ignored) if with_buffers else {}
     return {name: tensor.detach() for name, tensor in (state | buffers).items()}
+
+
+class LoadHook:
+    """Tells a wrapper that its module begins to load. In copies and pickles of the module it is a function of torch."""
+
+    def __init__(self, begin: weakref.WeakMethod[Callable[[], None]]) -> None:
+        self._begin = begin
+
+    def __call__(self, *_: Any) -> None:
+        begin = self._begin()
+        if begin is not None:
+            begin()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial, (torch.nn.Identity,)  # takes whatever a hook is given

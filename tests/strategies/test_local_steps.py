@@ -194,17 +194,26 @@ def test_uneven_data_accumulation_and_a_model_loaded_within_a_round(rank, world_
     model.leave()
 
     # Loaded without the strategy's state in the middle of a round: the next round begins with what was loaded.
-    model, optimizer = wrapped("diloco:every=2")
-    fresh, its_optimizer = wrapped("diloco:every=2")
-    loss_of(model, rank, 0).backward()
-    optimizer.step()
-    model.load_state_dict(fresh.state_dict())
-    for step in range(2):
-        for one, its in ((model, optimizer), (fresh, its_optimizer)):
-            its.zero_grad()
-            loss_of(one, rank, step).backward()
-            its.step()
-    assert all(map(torch.equal, model.parameters(), fresh.parameters()))
+    for loads_plain_module in (False, True):
+        model, optimizer = wrapped("diloco:every=2")
+        fresh, its_optimizer = wrapped("diloco:every=2")
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        if loads_plain_module:
+            model.module.load_state_dict(fresh.module.state_dict())
+        else:
+            model.load_state_dict(fresh.state_dict())
+        for step in range(2):
+            for one, its in ((model, optimizer), (fresh, its_optimizer)):
+                its.zero_grad()
+                loss_of(one, rank, step).backward()
+                its.step()
+        assert all(map(torch.equal, model.parameters(), fresh.parameters()))
+    file = io.BytesIO()
+    torch.save(model.module, file)
+    file.seek(0)
+    torch.load(file, weights_only=False).load_state_dict(fresh.module.state_dict())
+    assert b"psengine" not in file.getvalue(), "where psengine is missing, the file can be loaded too"
 
     model, optimizer = wrapped("diloco:every=12,fragments=12")  # more parts than parameters
     for step in range(12):
