@@ -163,7 +163,8 @@ def _initialise(
     job.chunks.place(layout, balance([spec.size_bytes for spec in layout], len(job.links)))
     chunks = [len(job.chunks.at(link.index)) for link in job.links]
     facts = {"servers": list(job.options.addresses), "epochs": epochs, "chunks": chunks}
-    if (latest := max(link.resumed["registration"] for link in job.links)) > number:
+    # A registration of a later WELCOME, which shards have learnt from here, would be taken for done.
+    if (latest := max(link.resumed["registration"] for link in job.links)) > job.registration_number:
         yield [job.control.commit("registered", registration=latest, **facts)]  # is refused, and another drawn
     under_way: deque[Request] = deque()
     for spec in layout:
