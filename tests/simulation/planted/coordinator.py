@@ -6,6 +6,7 @@ from typing import Any
 from unittest import mock
 
 from psengine.parameter_server.server.coordinator import coordinator as module
+from psengine.parameter_server.server.coordinator.claims import Claims
 from psengine.parameter_server.server.coordinator.coordinator import Coordinator
 from psengine.parameter_server.server.coordinator.decisions import Bound, Merge
 from psengine.parameter_server.server.coordinator.states import JobState
@@ -109,15 +110,15 @@ def _tell_worker_0(send, self, worker, message):
 # ---- claims ----------------------------------------------------------------------------------------------------------
 
 
-@plant("a view's number counts before the key is looked at", Coordinator, "_judge_claims")
-def _believe_number(judge, self, message, sender):
-    self.last_number = max(self.last_number, message.body.get("view", 0))
-    return judge(self, message, sender)
+@plant("a view's number counts before the key is looked at", Claims, "judge")
+def _believe_number(judge, self, message, sender, now_s):
+    self._job.last_number = max(self._job.last_number, message.body.get("view", 0))
+    return judge(self, message, sender, now_s)
 
 
-@plant("whoever has lost a job is believed under any key", Coordinator, "_refuse_other_life")
+@plant("whoever has lost a job is believed under any key", Claims, "_refuse_other_life")
 def _believe_loss(refuse, self, rule):
-    self._lost = "the weights are lost"
+    self._job._lost = "the weights are lost"
     refuse(self, rule)
 
 
@@ -129,4 +130,4 @@ def _believe_incarnation(find, self, message, sender, job):
     )
 
 
-plant("a coordinator that lacks a view does not ask for it", Coordinator, "_lacks", constant(False))
+plant("a coordinator that lacks a view does not ask for it", Claims, "_lacks", constant(False))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import count
@@ -25,6 +25,7 @@ import msgspec
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.overview import owns_weights, rule_text
+from psengine.parameter_server.server.coordinator.claims import SHOWN, Claims, Shown
 from psengine.parameter_server.server.coordinator.decisions import Decisions, decisions_of
 from psengine.parameter_server.server.coordinator.states import JOB, JobMemory, JobState, WorkerState, after
 from psengine.parameter_server.server.coordinator.workers import CLAIM_GRACE_S, Worker, Workers
@@ -33,14 +34,12 @@ from psengine.parameter_server.status_model import CoordinatedJob, CoordinatedWo
 from psengine.protocol.bounds import INT64_MAX, MAX_VIEW_NUMBER
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import DURABILITY_TIERS, HELLO_AGAIN_S, ErrorCode, Message, MessageType
-from psengine.protocol.views import Release, View, ViewMember, check_digest, message_of, release_of, sign, view_of
+from psengine.protocol.views import Release, View, ViewMember, message_of
 
 logger = logging.getLogger(__name__)
 # Of runs that are over, and of claims to a rank, so many are remembered.
 MAX_REMEMBERED = 64
 MAX_DEPARTED = 20  # in a status
-# What a process says of the view that it was in, where it is asked.
-SHOWN = frozenset({MessageType.VIEW, MessageType.RELEASE})
 
 
 @dataclass(frozen=True)
@@ -62,24 +61,13 @@ class Interfaces:
         return count(self.epoch + 1)
 
 
-@dataclass
-class _Shown:
-    """A process was asked for its view, which this coordinator lacks: ``sender``, when, and what its HELLO says."""
-
-    sender: Sender
-    since_s: float
-    key: bytes
-    rule: dict[str, Any]
-    view: View | None = None  # that it has shown
-    takes_releases: bool = False  # those that follow are news
-
-
 class Coordinator(JobMemory):
     """See the module's text.
 
     Attributes:
         hears: what workers may say beside HELLO.
         workers: all that are known.
+        claims: what processes say of views.
         is_changed: ``to_meta`` gives something else than before; for the caller to reset.
     """
 
@@ -89,6 +77,7 @@ class Coordinator(JobMemory):
         super().__init__(name)
         self.number = job_number(name)
         self.workers = Workers()
+        self.claims = Claims(self, interfaces.settings, interfaces.is_connected)
         self.is_changed = False
         self._interfaces = interfaces
         self._lease_s = interfaces.settings.lease_s
@@ -110,7 +99,6 @@ class Coordinator(JobMemory):
         self._donor: Worker | None = None
         self._joiner: Worker | None = None  # for whom the donor is asked
         self._donation: tuple[Worker, int] | None = None  # whose state was deposited, and after which step
-        self._shown: _Shown | None = None
 
     @property
     def averages(self) -> bool:
@@ -131,7 +119,7 @@ class Coordinator(JobMemory):
             self._hello(message, sender)
             return self._settled()
         if message.type in SHOWN:
-            self._hear_shown(message)
+            self._hear_shown(message, self.claims.hear(message))
             return self._settled()
         worker = self.workers.find(message, sender, self.name)
         worker.last_heard_s = now_s
@@ -271,7 +259,12 @@ class Coordinator(JobMemory):
             self._resume()
             self._change_view()
         self._check(message.body)
-        message, view = self._judge_claims(message, sender)
+        try:
+            message, view = self.claims.judge(message, sender, self._now_s)
+        except ProtocolError as error:
+            if error.code == ErrorCode.STATE_LOST and not self.is_known:
+                self._lost = str(error)
+            raise
         rank = self.workers.rank_for(message, sender.user_id)
         holder, is_later = self.workers.by_rank.get(rank), False
         if holder is not None and not holder.is_process(message, sender.user_id):
@@ -370,113 +363,29 @@ class Coordinator(JobMemory):
             ErrorCode.FENCED,
         )
 
-    # ---- what a process claims of a view ---------------------------------------------------------------------------
+    # ---- a view that a former coordinator published -----------------------------------------------------------------
 
-    @property
-    def _is_known(self) -> bool:
-        """Whether the job has a view. One that newcomers have begun, and whose others are to come, may be an older."""
-        return self.state is JobState.RESUMING or (self.state is JobState.OPEN and self.view is not None)
+    def _hear_shown(self, message: Message, shown: Shown) -> None:
+        known = {one.number: one for one in (*shown.releases, *self.releases)}
+        self.releases = [known[one] for one in sorted(known)]
+        if message.type is MessageType.VIEW and shown.view is not None:
+            self._go_on_from(shown.view, shown)
 
-    def _judge_claims(self, message: Message, sender: Sender) -> tuple[Message, View | None]:
-        """A HELLO, without what does not count of it; and the view that its process is in, if the key is the job's.
-
-        Raises:
-            ProtocolError: it is of another life of the job; or the process has to show its view first.
-        """
-        body, has_key = message.body, message.body.get("key") == self.key
-        if "view" not in body:
-            return message if has_key or not self._is_known else replace(message, incarnation=0), None
-        if not has_key and (self._is_known or owns_weights(body["rule"])):
-            self._refuse_other_life(body["rule"])
-        shown = self._shown
-        if shown is None or shown.sender.route != sender.route:
-            if self._lacks(body):
-                self._ask_to_show(message, sender)
-            view = self.view
-        else:  # it has shown what it has
-            view, self._shown = shown.view, None
-            if not self._is_known:
-                self._refuse_other_life(body["rule"])
-        is_in = view is not None and view.number == body["view"] and _has_sender(view, message, sender)
-        return message, view if is_in else None
-
-    def _refuse_other_life(self, rule: Mapping[str, Any]) -> None:
-        if not owns_weights(rule):
-            raise ProtocolError(
-                f"job {self.name!r} began anew while this worker was away, and its state is of the job's former life."
-                " Start it again: it then takes over the others' state.",
-                ErrorCode.FENCED,
-            )
-        text = (
-            f"job {self.name!r} is lost: its lead server has restarted without the weights that this worker"
-            f" trained (durability {self._interfaces.settings.durability}). Start all anew from a checkpoint."
-        )
-        if not self._is_known:
-            self._lost = text
-        raise ProtocolError(text, ErrorCode.STATE_LOST)
-
-    def _lacks(self, body: Mapping[str, Any]) -> bool:
-        """Whether a process has a view, or a release under it, that this coordinator needs."""
-        if not self._is_known or self.view is None or body["view"] > self.view.number:
-            return True
-        known = max((one.number for one in self.releases), default=0)
-        if body["view"] < self.view.number:
-            return False
-        has_other = body["digest"] != sign(self.key, self.number, self.view)  # of another coordinator's
-        return has_other or (self.state is JobState.RESUMING and body.get("release", 0) > known)
-
-    def _ask_to_show(self, message: Message, sender: Sender) -> None:
-        """One process at a time shows its view: all of a job's come at once, and each view names all of them."""
-        body, shown = message.body, self._shown
-        if not self._is_known and body["view"] > MAX_VIEW_NUMBER // 2:
-            raise ProtocolError(f"view {body['view']} of an unknown job leaves no room for others", ErrorCode.BAD_VALUE)
-        is_awaited = shown is not None and self._interfaces.is_connected(shown.sender.route)
-        if shown is not None and is_awaited and self._now_s < shown.since_s + self._interfaces.settings.heartbeat_s:
-            raise ProtocolError(f"another worker of job {self.name!r} shows its view; ask again", ErrorCode.NOT_READY)
-        self._shown = _Shown(sender, self._now_s, body["key"], body["rule"])
-        raise ProtocolError("this coordinator lacks the view; show it, and say HELLO again", ErrorCode.VIEW_WANTED)
-
-    def has_asked(self, route: bytes) -> bool:
-        """Whether who has this connection was asked to show its view, and what follows it."""
-        return self._shown is not None and self._shown.sender.route == route
-
-    def _hear_shown(self, message: Message) -> None:
-        """A VIEW, or a RELEASE under it, of a former coordinator."""
-        shown = self._shown
-        assert shown is not None, "see has_asked"
-        if message.type is MessageType.RELEASE:
-            release = release_of(message.body)
-            check_digest(message, shown.key, release)
-            if shown.takes_releases:
-                self._learn([release])
-            return
-        view = view_of(message.body)
-        check_digest(message, shown.key, view)
-        if not _has_sender(view, message, shown.sender):
-            raise ProtocolError(f"worker {message.worker} is not in the view that it shows")
-        shown.view = view
-        self._hear_view(view, shown)
-
-    def _hear_view(self, view: View, shown: _Shown) -> None:
-        """Go on from a view that this coordinator may not know."""
+    def _go_on_from(self, view: View, shown: Shown) -> None:
         self.last_number = max(self.last_number, view.number)
         if self._preparing is not None and self._preparing <= view.number:
             self._preparing = self._next_number()  # whoever has this view ignores a PREPARE of it
-        if not self._is_known:
+        if not self.is_known:
             logger.warning("job %r is under way already; its workers have one lease to come back", self.name)
             self._advance("interrupted")
             self.key, self.registration, self._registrar = shown.key, self._next_registration(), None
             self._set_rule(shown.rule)
             self.world_size = max(self.world_size, view.world_size)
             self.epochs, self.chunks, self.servers = list(view.shards), list(view.chunks), list(view.servers)
-        number, is_resuming = 0 if self.view is None else self.view.number, self.state is JobState.RESUMING
-        # What still stands of an older view's decisions is in the newer view.
-        shown.takes_releases = view.number > number or (is_resuming and view.number == number)
-        if shown.takes_releases:
-            self._learn(view.releases)
+        number = 0 if self.view is None else self.view.number
         if view.number < number or len(view.shards) != len(self.epochs) or view == self.view:
             return
-        if not is_resuming or view.number == number:
+        if self.state is not JobState.RESUMING or view.number == number:
             self._want_view()
             return
         # What shards told of their lives meanwhile is newer.
@@ -487,10 +396,6 @@ class Coordinator(JobMemory):
         for worker in self.workers.members:
             if (worker.rank, worker.incarnation) not in named:
                 self._put_out(worker, "evicted", "a view that a former coordinator published is without it")
-
-    def _learn(self, releases: Iterable[Release]) -> None:
-        known = {one.number: one for one in (*releases, *self.releases)}
-        self.releases = [known[one] for one in sorted(known)]
 
     def _set_rule(self, rule: Mapping[str, Any]) -> None:
         self.rule = dict(rule)
@@ -1034,12 +939,6 @@ class Coordinator(JobMemory):
             self._advance("interrupted")
         if self.state is JobState.RESUMING and self.view is not None:
             self._expect(self.view.members)
-
-
-def _has_sender(view: View, message: Message, sender: Sender) -> bool:
-    """Whether the process that says this is in the view."""
-    member = view.member(message.worker)
-    return member is not None and (member.incarnation, member.user_id) == (message.incarnation, sender.user_id)
 
 
 def may_leave(leaver: Worker, members: list[Worker]) -> bool:

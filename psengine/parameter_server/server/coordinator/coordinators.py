@@ -54,7 +54,7 @@ class Coordinators:
     def has_asked(self, job: int, route: bytes) -> bool:
         """Whether a VIEW or RELEASE that comes is not for shards: a coordinator has asked for it."""
         found = self.by_number.get(job)
-        return found is not None and found.has_asked(route)
+        return found is not None and found.claims.has_asked(route)
 
     def _job_of(self, message: Message, sender: Sender) -> Coordinator:
         job = self.by_number.get(message.job)

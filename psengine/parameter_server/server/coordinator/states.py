@@ -99,6 +99,11 @@ class JobMemory:
     merged: dict[int, int] = field(default_factory=dict)
 
     @property
+    def is_known(self) -> bool:
+        """Whether the job has a view. One that newcomers have begun, and whose others are to come, may be an older."""
+        return self.state is JobState.RESUMING or (self.state is JobState.OPEN and self.view is not None)
+
+    @property
     def missing(self) -> list[int]:
         """Ranks that the job is to have and that never came."""
         missing = [rank for rank in range(self.world_size) if rank not in self.came]

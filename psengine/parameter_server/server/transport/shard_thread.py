@@ -29,7 +29,7 @@ import msgspec
 import torch
 
 from psengine.errors import ProtocolError, ServerError
-from psengine.parameter_server.server.coordinator.coordinator import SHOWN
+from psengine.parameter_server.server.coordinator.claims import SHOWN
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.interfaces import Outgoing, Sender
 from psengine.parameter_server.server.log.log import ShardLog
