@@ -90,7 +90,6 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
         from_step: averaging jobs: shards forget what they have of this step and later ones.
         world_size: workers that the job was begun with.
         donor: averaging jobs: the rank that returns the averages of ``from_step - 1`` to shards that lack them.
-        oldest: the least step that each member has completed; nobody asks for earlier ones.
         chunks: how many chunks each shard of the job has; () where the coordinator does not know.
         releases: those that some shard may not have, in order.
         servers: the names of the job's servers, in order; () of "elastic" jobs.
@@ -104,7 +103,6 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     from_step: Positive = 1
     world_size: Workers = 1
     donor: Rank | None = None
-    oldest: Unsigned = 0
     chunks: Annotated[tuple[Unsigned, ...], _OfShards] = ()
     releases: tuple[Release, ...] = ()
     servers: Annotated[tuple[ServerName, ...], _OfShards] = ()

@@ -83,7 +83,7 @@ def test_the_largest_body_fits(kind):
 def largest_view(**fields: Any) -> View:
     members = tuple(ViewMember(rank, U64, "x" * 40, INT64_MAX) for rank in range(MAX_WORKERS))
     shards, chunks = (U64,) * MAX_SHARDS, (INT64_MAX,) * MAX_SHARDS
-    return View(MAX_VIEW_NUMBER, U64, members, shards, INT64_MAX, MAX_WORKERS, 0, INT64_MAX, chunks, **fields)
+    return View(MAX_VIEW_NUMBER, U64, members, shards, INT64_MAX, MAX_WORKERS, 0, chunks, **fields)
 
 
 def test_the_largest_view_fits():

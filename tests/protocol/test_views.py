@@ -26,7 +26,7 @@ KEY, OTHER = bytes(range(32)), bytes(32)
 STATES = MemberState(8, 4, "host", 5, "processes"), MemberState(None, 0)
 RELEASES = (Release(6, 8, ((0, 8), (2, 7))), Release(7, 4))
 VIEW = View(
-    3, 2**64 - 1, (ViewMember(0, 2**64 - 1, "", 1), ViewMember(2, 5, "key", 9)), (7, 8), 9, 2, 0, 8, (1, 3), RELEASES
+    3, 2**64 - 1, (ViewMember(0, 2**64 - 1, "", 1), ViewMember(2, 5, "key", 9)), (7, 8), 9, 2, 0, (1, 3), RELEASES
 )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def test_another_key_or_job_is_refused(key, job):
 def test_each_field_is_signed():
     other = {
         "number": 4, "epoch": 1, "members": VIEW.members[:1], "shards": (7, 9), "from_step": 8, "world_size": 3,
-        "donor": None, "oldest": 7, "chunks": (2, 3), "releases": RELEASES[:1],
+        "donor": None, "chunks": (2, 3), "releases": RELEASES[:1],
         "servers": ("a", "b"), "states": STATES,
     }  # fmt: skip
     values = {name: getattr(VIEW, name) for name in View.__struct_fields__}

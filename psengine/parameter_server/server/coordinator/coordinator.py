@@ -823,7 +823,6 @@ class Coordinator(JobMemory):
             from_step=from_step,
             world_size=self.world_size,
             donor=givers[0] if givers and is_lacking else None,
-            oldest=min((one.completed for one in members), default=newest),
             releases=tuple(self.releases),
             chunks=tuple(self.chunks),
             servers=tuple(self.servers),
