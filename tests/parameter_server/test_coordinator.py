@@ -518,6 +518,18 @@ def test_a_job_whose_last_worker_left_has_ended_for_its_run():
     assert refusal(lambda: bench.worker(1).hello()) == ErrorCode.ENDED
 
 
+def test_nobody_without_a_runs_name_takes_up_a_job_that_has_ended():
+    bench = Bench(AVERAGE)
+    first, away = (bench.worker(rank, run="") for rank in range(2))
+    first.hello(), away.hello()
+    first.register()
+    bench.wait(LEASE_S + 1, first)
+    first.leave()
+    bench.restart(with_disk=True)
+    assert refusal(away.reconnect) == ErrorCode.ENDED
+    assert bench.worker(1, run="").hello() == "wait"  # a new process may train again
+
+
 def test_a_job_whose_last_worker_failed_has_not_ended():
     bench, first, second = crew(AVERAGE)
     first.completed = 3

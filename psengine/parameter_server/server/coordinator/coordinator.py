@@ -303,7 +303,8 @@ class Coordinator(JobMemory):
 
     def _check(self, body: Mapping[str, Any]) -> None:
         """Raise ProtocolError where such a process cannot take part."""
-        code, text = self.refused.get(body["run"], (ErrorCode.STATE_LOST, self._halted))
+        life = body["key"].hex() if "view" in body else ""
+        code, text = self.refused.get(body["run"]) or self.refused.get(life, (ErrorCode.STATE_LOST, self._halted))
         if text:
             raise ProtocolError(text, code)
         rule = body.get("rule")
@@ -507,6 +508,8 @@ class Coordinator(JobMemory):
             # Where the servers hold the weights, who was evicted may still do its part.
             if worker.run and not worker.is_of_next and (self.averages or worker.why_gone != "evicted"):
                 self.refused.setdefault(worker.run, (code, text))
+        if self.averages:  # nobody who was away comes back alone with what it has, also where runs have no names
+            self.refused[self.key.hex()] = code, text
         self.refused = dict(list(self.refused.items())[-MAX_REMEMBERED:])
         self.came.clear()
         if code == ErrorCode.ENDED and not self.averages:

@@ -66,7 +66,8 @@ class JobMemory:
         view: the newest that was published, by this coordinator or a former one.
         last_number: the highest of a view that is known.
         came: ranks that were members in this life of the job, and whether they left.
-        refused: runs that are over: code and text for their processes.
+        refused: runs that are over, and the keys of lives whose workers held the weights: code and text for their
+            processes.
         runs: those of its members since the job was registered, "" where one has no name.
         is_trained: some of them may have changed its values.
         evicted: how often a member was put out.
