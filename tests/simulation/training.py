@@ -202,7 +202,7 @@ class Training:
         for slot in self.slots:
             slot.process, slot.rest_s, slot.is_done = None, REST_S, False
         self.zombies.clear()
-        self.views.members = {}
+        self.views.begin_anew()
         self.job.begin_anew()
 
     def release(self) -> None:
