@@ -34,7 +34,8 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, faults=faults[:half])
     for index in range(len(faults)):
         yield replace(scenario, faults=faults[:index] + faults[index + 1 :])
-    servers = 1 + max((fault.server for fault in faults), default=0)  # those that faults name
+    named = [fault.server for fault in faults] + [index for later in scenario.later for index in later.servers]
+    servers = 1 + max(named, default=0)
     if scenario.companion is not None:
         yield replace(scenario, companion=None)
     if scenario.has_reader:
