@@ -27,23 +27,23 @@ plant("a snapshot has one job only", Shard, "capture", after(lambda states: stat
 
 
 @plant("a snapshot lacks the table of steps", Apply, "capture")
-def _forget_steps(capture, self):
-    state = capture(self)
+def _forget_steps(capture, self, *known):
+    state = capture(self, *known)
     for worker in state.meta["workers"].values():
         worker["step"] = 0
     return state
 
 
 @plant("a snapshot's version is one ahead", Apply, "capture")
-def _be_one_ahead(capture, self):
-    state = capture(self)
+def _be_one_ahead(capture, self, *known):
+    state = capture(self, *known)
     state.meta["version"] += 1
     return state
 
 
 @plant("a snapshot keeps the values that the server goes on changing", Apply, "capture")
-def _keep_values(capture, self):
-    state = capture(self)
+def _keep_values(capture, self, *known):
+    state = capture(self, *known)
     state.tensors["values"] = self.values
     return state
 

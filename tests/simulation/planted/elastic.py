@@ -106,7 +106,7 @@ def _say_nothing(next_group, self, *, has_failed=False):
     return next_group(self)
 
 
-plant("exchanges go on though a view is prepared", GuardedWork, "wait", lambda wait, self: self._work.wait())
+plant("exchanges go on though a view is prepared", GuardedWork, "wait", lambda wait, self, *_: self._work.wait())
 plant("an elastic worker keeps PREPARE to itself", ElasticClient, "prepare", constant(None))
 
 

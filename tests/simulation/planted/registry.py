@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -36,6 +37,11 @@ def plant(name: str, owner: Any, attribute: str, bug: Bug | None = None, *, valu
     if value is None and bug is None:
         return lambda function: plant(name, owner, attribute, function)
     real = getattr(owner, attribute)
+    if bug is not None:  # it is called as what was there is
+        taken = inspect.signature(real).parameters.values()
+        places = [one.name for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD]
+        names = {one.name: None for one in taken if one.kind is one.KEYWORD_ONLY}
+        inspect.signature(bug).bind(real, *places, **names)
 
     def wrong(*arguments: Any, **options: Any) -> Any:
         assert bug is not None

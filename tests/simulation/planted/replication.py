@@ -46,8 +46,8 @@ def _leave_out(append, self, record):
 
 
 @plant("a copy lacks what coordinators knew", ShardThread, "take_copy")
-def _know_nothing(take, self, state):
-    take(self, state)
+def _know_nothing(take, self, *given):
+    take(self, *given)
     self.known = {}
 
 
