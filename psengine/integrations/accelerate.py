@@ -28,7 +28,7 @@ class PSEngineAccelerator(Accelerator):  # type: ignore[misc]  # accelerate has 
     """An ``Accelerator`` whose ``prepare`` wraps models in psengine's wrapper, and binds their optimizers to it.
 
     Args:
-        strategy: how replicas agree, as for ``psengine.DistributedDataParallel``; so is ``collective``.
+        strategy: how replicas synchronise, as for ``psengine.DistributedDataParallel``; so is ``collective``.
         options: accelerate's own; the wrapper's others come from its ``DistributedDataParallelKwargs``.
 
     Raises:

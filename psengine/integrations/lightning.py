@@ -57,7 +57,7 @@ class PSEngineStrategy(_Wrapping, DDPStrategy):
     """The Trainer's DDP strategy with psengine's wrapper, which the optimizers step through until training ends.
 
     Args:
-        strategy: how replicas agree, as for ``psengine.DistributedDataParallel``; so is ``collective``.
+        strategy: how replicas synchronise, as for ``psengine.DistributedDataParallel``; so is ``collective``.
         options: Lightning's (``timeout``, ...) and the wrapper's (``find_unused_parameters``, ``check_finite``, ...).
     """
 

@@ -67,7 +67,7 @@ class PSEngineConfig(TorchConfig):  # type: ignore[misc]
     """Workers of Ray's ``TorchTrainer`` under a strategy of psengine.
 
     Args:
-        strategy: how replicas agree, unless the training function names a strategy: text as for
+        strategy: how replicas synchronise, unless the training function names a strategy: text as for
             ``psengine.DistributedDataParallel``; default PSENGINE_STRATEGY, else "sync".
         servers: number of parameter servers, actors in the workers' placement group. Default: 1 if the strategy needs
             servers and names none.

@@ -30,8 +30,9 @@ class PSEngineTrainerMixin:
     optimizer's state comes here from the servers, and this worker leaves.
 
     Args:
-        strategy: how replicas agree, as for ``psengine.DistributedDataParallel``; so is ``collective``. The wrapper's
-            other arguments are ``TrainingArguments``' own (``ddp_find_unused_parameters``, ``ddp_bucket_cap_mb``, ...).
+        strategy: how replicas synchronise, as for ``psengine.DistributedDataParallel``; so is ``collective``. The
+            wrapper's other arguments are ``TrainingArguments``' own (``ddp_find_unused_parameters``,
+            ``ddp_bucket_cap_mb``, ...).
         options: the Trainer's.
     """
 

@@ -1,4 +1,4 @@
-"""How replicas agree: the interface, its registry, and ``sync``; over parameter servers in ``servers``.
+"""How replicas synchronise: the interface, its registry, and ``sync``; over parameter servers in ``servers``.
 
 May import ``collectives``, ``parameter_server.client`` and all that comes after them.
 """

@@ -1,4 +1,4 @@
-"""The seam between a replica and the way replicas agree: a strategy, which is three small interfaces.
+"""The seam between a replica and the way replicas synchronise: a strategy, which is three small interfaces.
 
 Exchange    how the gradients of a backward travel     called by the reducer
 LifeCycle   coming into service, state, leaving        called by the wrapper
@@ -67,7 +67,7 @@ class Capabilities:
 
 
 class Strategy(Configured, Exchange, LifeCycle, Stepping):
-    """How replicas agree. One object serves one replica; nothing outside ``strategies/`` asks which kind it is.
+    """How replicas synchronise. One object serves one replica; nothing outside ``strategies/`` asks which kind it is.
 
     It is shown, copied and pickled as the arguments of its constructor; a copy serves no replica. By default replicas
     are the ranks of a collective, whose models are compared and begin with rank 0's values.

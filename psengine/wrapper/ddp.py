@@ -72,7 +72,7 @@ _at_servers: weakref.WeakKeyDictionary[DistributedDataParallel, int] = weakref.W
 
 
 class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[misc]
-    """Wrap ``module`` so that its replicas agree after each backward, in the way ``strategy`` names.
+    """Wrap ``module`` so that its replicas synchronise after each backward, in the way ``strategy`` names.
 
     With ``strategy="sync"`` this is ``torch.nn.parallel.DistributedDataParallel``: the same arguments, numbers (on the
     CPU to the last bit), error messages and attributes. It derives from that class so that ``isinstance`` tests of
@@ -103,7 +103,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         batched_grad_copy: divide what was copied, as native DDP then does, instead of scaling while copying; slower.
             Small gradients are always copied in batches.
         forward_sync_buffers: broadcast rank 0's buffers before each forward; default True.
-        strategy: how replicas agree: a name, "name:option=value", or a ``psengine.Strategy``. Default:
+        strategy: how replicas synchronise: a name, "name:option=value", or a ``psengine.Strategy``. Default:
             ``PSENGINE_STRATEGY``, else "sync".
         collective: what carries "sync": "auto" (shared memory where ranks share a host and the module is on the CPU,
             else torch.distributed), "shared_memory", "c10d" or a ``psengine.Collective``. Shared memory adds in gloo's

@@ -35,7 +35,8 @@ C10D = {"PSENGINE_STRATEGY": "sync", "PSENGINE_COLLECTIVE": "c10d"}
 SHARED_MEMORY = {"PSENGINE_STRATEGY": "sync", "PSENGINE_COLLECTIVE": "shared_memory"}
 SERVER = {"PSENGINE_STRATEGY": "sync-server"}
 # Who wraps models ("psengine": its class in the place of torch's; "accelerator": PSEngineAccelerator in the place of
-# accelerate's; "backend": torch's class over the backend "psengine"), and the variables that say how replicas agree.
+# accelerate's; "backend": torch's class over the backend "psengine"), and the variables that select how replicas are
+# synchronised.
 OVER: dict[str, tuple[str, dict[str, str]]] = {
     "native": ("torch", {}),
     "sync-c10d": ("psengine", C10D),

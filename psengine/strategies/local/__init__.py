@@ -1,3 +1,3 @@
-"""Strategies "local" and "diloco": replicas step by themselves, and agree now and then."""
+"""Strategies "local" and "diloco": replicas step by themselves, and synchronise now and then."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Strategies "local" and "diloco": each replica steps by itself; every H steps a collective makes replicas agree.
+"""Strategies "local" and "diloco": each replica steps by itself; every H steps a collective synchronises them.
 
 "local" averages parameters (local SGD; after a while of "sync", post-local SGD, Lin et al. 2018, arXiv 1808.07217)::
 

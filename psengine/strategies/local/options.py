@@ -14,7 +14,7 @@ from psengine.protocol.bodies import convert
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOptions:
-    """When replicas agree, and by which outer step; steps are counted from 1.
+    """When replicas synchronise, and by which outer step; steps are counted from 1.
 
     Attributes:
         every: local steps of a round, in which each part is exchanged once.
