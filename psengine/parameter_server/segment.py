@@ -160,11 +160,6 @@ class Segment:
         return False
 
     @property
-    def inode(self) -> int:
-        """The memory's own number, whatever process and descriptor it is found by."""
-        return os.fstat(self.descriptor).st_ino
-
-    @property
     def mark(self) -> int:
         """Its first eight bytes."""
         return int.from_bytes(self.memory[:8], "little")

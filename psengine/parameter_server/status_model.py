@@ -137,7 +137,7 @@ class Departed:
     step: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class CoordinatedJob:
     """A job as its coordinator sees it; ``lost`` says why nobody can go on with it, "" where all is well."""
 
@@ -150,27 +150,15 @@ class CoordinatedJob:
     workers: tuple[CoordinatedWorker, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardJob:
-    """A job at one shard.
+@dataclass(kw_only=True)
+class JobCounts:
+    """What a shard counts of a job, since the server started; the job's rules count in it.
 
     Attributes:
-        sealed: whether its values are here, and its workers know of each other.
         staleness: number of pushes by their age in updates. Large values are counted together; the sum is exact.
         refused: number of refused pushes by reason; "abstained" are those that only asked for weights.
-        table_rows, table_bytes, table_evicted: by table, rows that exist; their memory, with the optimizer's state;
-            rows that max_rows removed, since the server started.
     """
 
-    rule: Mapping[str, Any]
-    sealed: bool = _merged(partial(min, default=False), default=False)
-    version_min: int = _merged(partial(min, default=0), default=0)
-    version_max: int = _gauge(
-        "Updates the newest chunk has seen.", name="version", merge=partial(max, default=0), default=0
-    )
-    members: int = _gauge("Members.", name="workers", default=0)
-    chunks: int = _merged(sum, default=0)
-    values_bytes: int = _merged(sum, default=0)
     applied: int = _total("Pushes that changed weights, or were part of an average.")
     averaged: int = _total("Exchanges of chunks that ended in an average.")
     duplicates: int = _total("Repeats that were recognised and not applied again.")
@@ -180,15 +168,34 @@ class ShardJob:
     bytes_out: int = _total("Payload bytes sent to workers and readers.")
     staleness_sum: int = _merged(sum, default=0)
     max_staleness: int = _merged(partial(max, default=0), default=0)
-    refused: Mapping[str, int] = _merged(added, default_factory=dict)
-    staleness: Mapping[int, int] = _merged(added, default_factory=dict)
+    refused: dict[str, int] = field(default_factory=Counter, metadata={"merge": added})
+    staleness: dict[int, int] = field(default_factory=Counter, metadata={"merge": added})
+
+
+@dataclass(kw_only=True)
+class ShardJob(JobCounts):
+    """A job at one shard.
+
+    Attributes:
+        table_rows, table_bytes, table_evicted: by table, rows that exist; their memory, with the optimizer's state;
+            rows that max_rows removed, since the server started.
+    """
+
+    rule: Mapping[str, Any]
+    version_min: int = _merged(partial(min, default=0), default=0)
+    version_max: int = _gauge(
+        "Updates the newest chunk has seen.", name="version", merge=partial(max, default=0), default=0
+    )
+    members: int = _gauge("Members.", name="workers", default=0)
+    chunks: int = _merged(sum, default=0)
+    values_bytes: int = _merged(sum, default=0)
     table_rows: Mapping[str, int] = _merged(added, default_factory=dict)
     table_bytes: Mapping[str, int] = _merged(added, default_factory=dict)
     table_evicted: Mapping[str, int] = _merged(added, default_factory=dict)
     workers: tuple[ShardWorker, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class JobStatus(CoordinatedJob, ShardJob):
     """A job as all together see it; ``kind`` is the strategy's name, ``rule_text`` has its options too."""
 

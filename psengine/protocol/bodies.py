@@ -397,7 +397,6 @@ class Heartbeat(Body):
 class Ok(Body):
     """OK. To a HEARTBEAT also: the workers whom this one waits for at the coordinator, and why."""
 
-    generation: bounds.Unsigned | UnsetType = UNSET
     waiting_for: Ranks | UnsetType = UNSET
     why: bounds.Printable | UnsetType = UNSET
     replicas: Addresses | UnsetType = UNSET

@@ -43,7 +43,7 @@ def worker(rank: int, **changes: Any) -> Worker:
 def shard(*workers: Worker, index: int = 0, name: str = "demo", **changes: Any) -> ShardStatus:
     """A shard with an asynchronous job of three chunks alone, led by the first shard; ``changes`` are the job's."""
     here: dict[str, Any] = {
-        "rule": APPLY, "sealed": True, "chunks": 3, "values_bytes": 100, "version_min": 4, "version_max": 9,
+        "rule": APPLY, "chunks": 3, "values_bytes": 100, "version_min": 4, "version_max": 9,
         "members": len(workers), "applied": 7, "bytes_in": 10, "bytes_out": 20,
         "workers": tuple(one.here for one in workers),
     }  # fmt: skip

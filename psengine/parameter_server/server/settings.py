@@ -177,7 +177,8 @@ class ServerSettings(BaseModel):
                 f" {self.tier}, got none). Fix: --election etcd=HOST:PORT; or, on one machine, --election"
                 " launcher=PATH, the same file for both; psengine run --server-option durability=replica gives it."
             )
-        for name, needed in {"etcd_ca": self.is_elected_by_etcd, "etcd_login": self.etcd_ca is not None}.items():
+        is_by_etcd = (self.election or "").startswith("etcd=")
+        for name, needed in {"etcd_ca": is_by_etcd, "etcd_login": self.etcd_ca is not None}.items():
             if getattr(self, name) is not None and not needed:
                 raise ValueError(
                     f"{name} is for etcd over TLS (expected election etcd=HOST:PORT and etcd_ca with {name}, got"
@@ -185,11 +186,6 @@ class ServerSettings(BaseModel):
                 )
         if self.follow in addresses:
             raise ValueError(f"A server follows another one (expected another address in follow, got {self.follow}).")
-
-    @property
-    def is_elected_by_etcd(self) -> bool:
-        """Whether etcd decides which of two servers leads."""
-        return (self.election or "").startswith("etcd=")
 
     @property
     def has_replica(self) -> bool:

@@ -89,11 +89,6 @@ class Pair:
         return self.succession.term
 
     @property
-    def is_fenced(self) -> bool:
-        """Another server leads."""
-        return self.succession.role is Role.FENCED
-
-    @property
     def _follower(self) -> Member | None:
         return self._followers.get(0)
 
@@ -114,7 +109,7 @@ class Pair:
 
     def check_leads(self) -> None:
         """Raise ProtocolError where this server answers no client."""
-        if self.is_leading and not self.is_fenced and not self.is_cut_off:
+        if self.is_leading and self.succession.role is not Role.FENCED and not self.is_cut_off:
             return
         leader = self.succession.leader
         whom = "no other server that leads" if leader is None else f"the server at {' '.join(leader.addresses)}"

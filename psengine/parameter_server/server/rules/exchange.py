@@ -6,6 +6,7 @@ A contribution is known by (rank, incarnation, step): one that was seen is a rep
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,13 +15,18 @@ import torch
 
 from psengine.codecs.base import Codec
 from psengine.parameter_server.server.rules.answer_memory import Place
-from psengine.parameter_server.server.rules.statistics import JobStatistics
+from psengine.parameter_server.status_model import JobCounts
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import NO_KEY, MessageType
 from psengine.protocol.views import View
 
 if TYPE_CHECKING:
     from psengine.parameter_server.server.rules.apply import Apply
+
+# Larger values are counted together under this one.
+LARGEST_STALENESS = 64
+# Of one worker: some steps of a model of a hundred chunks, more of a small one.
+RECENT_PUSHES = 256
 
 
 class Contribution(NamedTuple):
@@ -66,6 +72,24 @@ class Reply:
     key: int = NO_KEY
     # The payload's memory, where it is sent as it is, without a copy; None has it copied.
     place: Place | None = None
+
+
+@dataclass
+class JobStatistics(JobCounts):
+    """What a job's rules count, for status pages and metrics.
+
+    Attributes:
+        recent_staleness: by worker, of its last ``RECENT_PUSHES`` pushes.
+    """
+
+    recent_staleness: dict[int, deque[int]] = field(default_factory=dict)
+
+    def count_staleness(self, staleness: int, rank: int) -> None:
+        """A push of worker ``rank`` was computed from weights ``staleness`` updates ago."""
+        self.recent_staleness.setdefault(rank, deque(maxlen=RECENT_PUSHES)).append(staleness)
+        self.staleness[min(staleness, LARGEST_STALENESS)] += 1
+        self.staleness_sum += staleness
+        self.max_staleness = max(self.max_staleness, staleness)
 
 
 @dataclass(eq=False)

@@ -6,8 +6,10 @@ member      VIEW ─ RESUME {open} ─ PUSH ... ─ RELEASE ...         each may
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
@@ -27,7 +29,7 @@ from psengine.parameter_server.server.rules.merge import Merge
 from psengine.parameter_server.server.rules.payloads import codec_of, received_values
 from psengine.parameter_server.server.rules.rows import MergedRows, Rows
 from psengine.parameter_server.server.snapshots.files import JobState
-from psengine.parameter_server.status_model import ShardJob, ShardWorker, added
+from psengine.parameter_server.status_model import JobCounts, ShardJob, ShardWorker, added
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number
 from psengine.protocol.messages import DTYPE_NUMBERS, MAX_CHUNKS, ErrorCode, Message, MessageType
@@ -385,7 +387,6 @@ class Job(RuleContext):
         tables = [rule for rule in rules if isinstance(rule, Rows)]
         return ShardJob(
             rule=self.rule,
-            sealed=self.view is not None,
             chunks=len(rules),
             values_bytes=sum(rule.spec.size_bytes for rule in rules) + sum(rule.table.size_bytes for rule in tables),
             version_min=self.version,
@@ -398,7 +399,7 @@ class Job(RuleContext):
                 self._worker_status(rank, worker, frozenset(waiting.get(rank, ())))
                 for rank, worker in sorted(self.workers.items())
             ),
-            **self.statistics.to_status(),
+            **{one.name: copy(getattr(self.statistics, one.name)) for one in fields(JobCounts)},
         )
 
     def _worker_status(self, rank: int, worker: Worker, waiting: frozenset[int]) -> ShardWorker:
@@ -408,7 +409,7 @@ class Job(RuleContext):
             refused=worker.refused,
             step=worker.step if worker.pushes else None,
             waiting_for=tuple(sorted(waiting)),
-            staleness=self.statistics.staleness_of(rank),
+            staleness=Counter(self.statistics.recent_staleness.get(rank, ())),
         )
 
     def _waiting(self) -> dict[int, set[int]]:
