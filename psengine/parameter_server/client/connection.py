@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import logging
 import os
-import socket as sockets
 import sys
 import threading
 import time
@@ -37,7 +36,7 @@ from psengine.parameter_server.client.operation import forked_error
 from psengine.parameter_server.client.reachability import Handshakes, refuse, watch_first_contact
 from psengine.parameter_server.client.runtime import Runtime, Transport
 from psengine.parameter_server.client.segments import WorkerSegments
-from psengine.parameter_server.keepalive import keep_alive
+from psengine.parameter_server.sockets import Waker, make_dealer
 from psengine.parameter_server.zero_copy import ZeroCopySends
 from psengine.protocol.frames import decode, encode, split
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message, MessageType
@@ -45,9 +44,6 @@ from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message, MessageType
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
-HANDSHAKE_MS = 2000
-# A connection that ends is not made again: the socket is closed.
-NEVER_MS = 1 << 30
 LINGER_MS = 500
 CLOSE_S = 5.0
 # Below this a copy is cheaper than none: 50 µs a chunk of 64 KiB against 63, of 256 KiB 110 against 85 (measured).
@@ -78,24 +74,9 @@ class _Line:
 
     def __init__(self, context: Any, channel: Channel, way: str, handshakes: Handshakes) -> None:
         self.channel, self.way, self.handshakes = channel, way, handshakes
-        self.socket = context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.LINGER, LINGER_MS),
-            (zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES),
-            (zmq.HANDSHAKE_IVL, HANDSHAKE_MS),
-            # Not -1, nor IMMEDIATE: libzmq would end the pipe in the middle of a message that is being read, and abort.
-            (zmq.RECONNECT_IVL, NEVER_MS),
-            *keep_alive(channel.job.lease_s).items(),
-            # Credits bound what is in flight. Nothing is sent before there is a connection.
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 0),
-            (zmq.IPV6, int("[" in channel.address)),
-        ):
-            self.socket.setsockopt(option, value)
-        if (keys := handshakes.keys_for(way)) is not None:
-            self.socket.curve_serverkey = keys.server_public.encode()
-            self.socket.curve_publickey = keys.own.public.encode()
-            self.socket.curve_secretkey = keys.own.secret.encode()
+        keys, given = handshakes.keys_for(way), {"linger_ms": LINGER_MS, "most_bytes": MAX_PAYLOAD_BYTES}
+        pair = None if keys is None else (keys.server_public, keys.own)
+        self.socket: Any = make_dealer(context, channel.address, channel.job.lease_s, pair, **given)
         # pyzmq would name it by the descriptor, whose number may be in use again.
         name = f"inproc://psengine-monitor-{next(_monitor_numbers)}"
         self.socket.monitor(name, _HANDSHAKES | _ENDS)
@@ -155,9 +136,7 @@ class Connection(Transport):
         self._handshakes: dict[str, Handshakes] = {}
         self._poller: Any = zmq.Poller()
         self._tasks: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
-        self._wake_reader, self._wake_writer = sockets.socketpair()
-        self._wake_reader.setblocking(False)
-        self._wake_writer.setblocking(False)
+        self._waker = Waker()
         self._may_sleep = False
         self._is_stopping = False
         self._failure: PSEngineError | None = None
@@ -178,7 +157,7 @@ class Connection(Transport):
             return
         self._tasks.append((function, arguments))
         if self._may_sleep:
-            self._wake()
+            self._waker.wake()
         self._run_leftovers()
 
     @property
@@ -191,12 +170,8 @@ class Connection(Transport):
         self._is_stopping = True
         if os.getpid() != self._process_id or self.is_own_thread:
             return
-        self._wake()
+        self._waker.wake()
         self._thread.join(CLOSE_S)
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # full: it will wake up; closed: it has ended
-            self._wake_writer.send(b"w")
 
     # ---- I/O thread --------------------------------------------------------------------------------------------
 
@@ -260,8 +235,8 @@ class Connection(Transport):
     def _run(self) -> None:
         failure: PSEngineError = ServerError("the connection to the parameter servers is closed")
         try:
-            self._poller.register(self._wake_reader.fileno(), zmq.POLLIN)
-            self._ready[self._wake_reader.fileno()] = partial(self._wake_reader.recv, 4096)
+            self._poller.register(self._waker.descriptor, zmq.POLLIN)
+            self._ready[self._waker.descriptor] = self._waker.clear
             self._loop()
         except BaseException as error:
             logger.exception("the client's I/O thread failed")
@@ -370,8 +345,7 @@ class Connection(Transport):
         for line in self._lines.values():
             line.close(LINGER_MS)
         self._context.term()  # waits for the linger of the sockets
-        self._wake_reader.close()
-        self._wake_writer.close()
+        self._waker.close()
         self.segments.withdraw()
 
 

@@ -23,7 +23,8 @@ from psengine.errors import (
     ServerLostError,
     ServerRefusedError,
 )
-from psengine.parameter_server.client import connection, reachability
+from psengine.parameter_server import sockets
+from psengine.parameter_server.client import reachability
 from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession, wait_all
 from psengine.protocol.frames import encode
 from psengine.protocol.messages import Message
@@ -188,7 +189,7 @@ def test_another_program_at_the_address_is_named_at_once(answer, words):
 
 
 def test_a_peer_that_says_nothing_may_be_a_server_that_is_stopped(monkeypatch, caplog):
-    monkeypatch.setattr(connection, "HANDSHAKE_MS", 200)
+    monkeypatch.setattr(sockets, "HANDSHAKE_MS", 200)
     monkeypatch.setattr(reachability, "SLOW_CUT_S", 0.15)
     with stranger(b"") as address, pytest.raises(ServerLostError, match=r"never heard.*stopped, or another program"):
         WorkerSession(SessionOptions(addresses=[address], rule=APPLY, rank=0, connect_timeout_s=8.0)).start()

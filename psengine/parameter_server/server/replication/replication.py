@@ -12,20 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from socket import socketpair
 from typing import Any
 
 import zmq
 
 from psengine.environment.local_sockets import way_to
-from psengine.parameter_server.keepalive import keep_alive
 from psengine.parameter_server.server.replication.election import Answer, Elector, Question, ask
 from psengine.parameter_server.server.replication.etcd import EtcdElector
 from psengine.parameter_server.server.replication.pair import Pair
 from psengine.parameter_server.server.replication.record_file import FileElector
 from psengine.parameter_server.server.settings import ServerSettings
+from psengine.parameter_server.sockets import Waker, make_dealer
 from psengine.protocol.keys import KeyPair, read_login
 
 LOOP_MS = 20
@@ -33,7 +31,6 @@ LOOP_MS = 20
 RECEIVES_PER_TURN = 64
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | _REFUSED
-_NEVER_MS = 1 << 30
 
 
 def make_elector(settings: ServerSettings) -> Elector:
@@ -61,6 +58,7 @@ class Replication(threading.Thread):
     Attributes:
         pair: set before the start; used by this thread alone, but for what it says.
         failure: what ended the thread, and ends the server.
+        wake: says that there is something to say to the leader; any thread.
     """
 
     pair: Pair
@@ -75,17 +73,11 @@ class Replication(threading.Thread):
         self._context: zmq.Context[Any] = zmq.Context()
         self._sockets: dict[int, tuple[zmq.Socket[bytes], zmq.Socket[bytes]]] = {}  # each with its monitor
         self._poller = zmq.Poller()
-        self._woken, self._waker = socketpair()
-        self._woken.setblocking(False)
-        self._waker.setblocking(False)
-        self._poller.register(self._woken, zmq.POLLIN)
+        self._waker = Waker()
+        self.wake = self._waker.wake
+        self._poller.register(self._waker.descriptor, zmq.POLLIN)
 
     # ---- other threads -----------------------------------------------------------------------------------------
-
-    def wake(self) -> None:
-        """There is something to say to the leader."""
-        with suppress(OSError):  # full: it will wake up; closed: it has ended
-            self._waker.send(b"w")
 
     def end(self) -> None:
         """End; the lease is given back, so that the follower leads at once."""
@@ -93,7 +85,6 @@ class Replication(threading.Thread):
         if self.is_alive():
             self.join(5.0)
         self.close()
-        self._woken.close()
         self._waker.close()
         self._context.term()
         self._electors_thread.submit(self._elector.close)
@@ -104,14 +95,9 @@ class Replication(threading.Thread):
     def open(self, shard: int, address: str) -> None:
         """Begin a connection to a leader's shard; the pair is told once it has ended, or cannot be made."""
         way = way_to(address)
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        options = {zmq.LINGER: 0, zmq.RECONNECT_IVL: _NEVER_MS}
-        options |= {zmq.SNDHWM: 0, zmq.RCVHWM: 0, zmq.HANDSHAKE_IVL: 2000, zmq.IPV6: int("[" in address)}
-        for option, value in (options | keep_alive(self._lease_s)).items():
-            socket.setsockopt(option, value)
-        if (keys := self._keys_for(way)) is not None:
-            socket.curve_serverkey = socket.curve_publickey = keys.public.encode()
-            socket.curve_secretkey = keys.secret.encode()
+        keys = self._keys_for(way)
+        pair = None if keys is None else (keys.public, keys)
+        socket = make_dealer(self._context, address, self._lease_s, pair, linger_ms=0)
         self._sockets[shard] = socket, socket.get_monitor_socket(_ENDS)
         for one in self._sockets[shard]:
             self._poller.register(one, zmq.POLLIN)
@@ -147,8 +133,7 @@ class Replication(threading.Thread):
     def _receive(self) -> None:
         """Give what comes within a moment to the pair."""
         ready = dict(self._poller.poll(LOOP_MS))
-        with suppress(BlockingIOError):
-            self._woken.recv(4096)
+        self._waker.clear()
         for shard, (socket, events) in list(self._sockets.items()):
             for _ in range(RECEIVES_PER_TURN if socket in ready else 0):
                 if socket.closed or not socket.poll(0):

@@ -19,9 +19,9 @@ import zmq
 
 from psengine.environment.local_sockets import is_listening
 from psengine.errors import ServerError
-from psengine.parameter_server.keepalive import keep_alive
 from psengine.parameter_server.server.transport.authentication import Authenticator, local_peer
 from psengine.parameter_server.server.transport.peers import Peers
+from psengine.parameter_server.sockets import HANDSHAKE_MS, keep_alive
 from psengine.parameter_server.zero_copy import ZeroCopySends
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES
 
@@ -43,7 +43,7 @@ _OPTIONS: dict[int, int] = {
     zmq.LINGER: LINGER_MS,
     zmq.ROUTER_MANDATORY: 1,  # without it, answers to a slow peer vanish
     zmq.MAXMSGSIZE: MAX_FRAME_BYTES,
-    zmq.HANDSHAKE_IVL: 2000,
+    zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
     zmq.SNDHWM: SENT_MESSAGES,
     zmq.RCVHWM: RECEIVED_MESSAGES,
     zmq.BACKLOG: 1024,

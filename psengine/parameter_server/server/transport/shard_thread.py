@@ -13,7 +13,6 @@ Nothing else touches the shard, the coordinators or the socket: other threads ``
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections import deque
@@ -41,6 +40,7 @@ from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.snapshots.files import ServerState, records_of
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
 from psengine.parameter_server.server.transport.segments import ShardSegments
+from psengine.parameter_server.sockets import Waker
 from psengine.parameter_server.status_model import ServerFacts, ShardStatus, Transport
 from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.frames import decode, encode, payload_tensor, refusal, split
@@ -92,6 +92,7 @@ class HeldAnswers:
         sinks: each with ``end``, the number of the next record; ``durable``: all below are there to stay; ``failure``:
             why nothing becomes so any more. None where nothing lasts.
         descriptor: readable where something may leave.
+        wake: says that the log is further, or has failed; callable from the threads that write it.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -99,11 +100,8 @@ class HeldAnswers:
         self._endpoint = endpoint
         # How far sinks have to be; an answer's route; what to do then.
         self._held: deque[tuple[list[tuple[ShardLog | Stream, int]], bytes, Callable[[], object]]] = deque()
-        # The first is readable once the log is further.
-        self._woken, self._waker = socket.socketpair()
-        self._woken.setblocking(False)
-        self._waker.setblocking(False)
-        self.descriptor = self._woken.fileno()
+        self._waker = Waker()
+        self.descriptor, self.wake = self._waker.descriptor, self._waker.wake
 
     def __len__(self) -> int:
         return len(self._held)
@@ -153,23 +151,16 @@ class HeldAnswers:
         Raises:
             LogFailedError: the log has failed; nothing may leave any more.
         """
-        with suppress(BlockingIOError):
-            self._woken.recv(4096)
+        self._waker.clear()
         for sink in self.sinks:
             if sink.failure:
                 raise LogFailedError(sink.failure)
         while self._held and all(number <= sink.durable for sink, number in self._held[0][0]):
             self._held.popleft()[-1]()
 
-    def wake(self) -> None:
-        """The log is further, or has failed; callable from the threads that write it."""
-        with suppress(OSError):  # full: it will wake up; closed: it has ended
-            self._waker.send(b"w")
-
     def close(self) -> None:
         """What is held is never sent."""
         self._held.clear()
-        self._woken.close()
         self._waker.close()
 
 
