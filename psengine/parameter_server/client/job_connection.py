@@ -8,6 +8,7 @@ Pure.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,6 @@ from typing_extensions import override
 
 from psengine.errors import ConfigurationError, FencedError, PSEngineError, ServerRefusedError
 from psengine.parameter_server.client.channel import Channel
-from psengine.parameter_server.client.chunk_map import ChunkMap
 from psengine.parameter_server.client.job_client import JobClient
 from psengine.parameter_server.client.known_server import KnownServer
 from psengine.parameter_server.client.link import Link
@@ -30,6 +30,28 @@ from psengine.protocol.views import View, other_servers, view_of
 from psengine.tracing.stall_inspector import inspector
 
 logger = logging.getLogger(__name__)
+
+
+class ChunkMap:
+    """The job's chunks and their shards.
+
+    Attributes:
+        specs: key -> chunk.
+        shard_of: key -> index of the shard that holds it.
+    """
+
+    def __init__(self) -> None:
+        self.specs: dict[int, ChunkSpec] = {}
+        self.shard_of: dict[int, int] = {}
+
+    def place(self, specs: Sequence[ChunkSpec], shards: Sequence[int]) -> None:
+        """Replace the map."""
+        self.shard_of = {spec.key: shard for spec, shard in zip(specs, shards, strict=True)}
+        self.specs = {spec.key: spec for spec in specs}
+
+    def at(self, shard: int) -> list[ChunkSpec]:
+        """The chunks of one shard."""
+        return [spec for key, spec in self.specs.items() if self.shard_of[key] == shard]
 
 
 class JobConnection(JobClient):

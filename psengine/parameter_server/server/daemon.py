@@ -42,11 +42,11 @@ from typing import Any
 import torch
 
 from psengine.environment.processes import has_exited
+from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, ProtocolError, SnapshotError
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.segment import machine_memory_bytes, resident_bytes
-from psengine.parameter_server.server import systemd
 from psengine.parameter_server.server.coordinator.coordinator import Interfaces
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.durability.tier import Durability
@@ -342,7 +342,7 @@ class Server:
         if self.status_url:
             announce(f"status at {self.status_url}")
         announce(f"psengine-server ready {' '.join(self.addresses)}")
-        systemd.notify("READY=1")
+        notify_manager("READY=1")
 
     # ---- main loop ---------------------------------------------------------------------------------------------
 
@@ -366,7 +366,7 @@ class Server:
             if (now_s := time.monotonic()) >= next_look_s:
                 next_look_s = now_s + LOOK_S
                 if self._shards.is_healthy():
-                    systemd.notify("WATCHDOG=1")
+                    notify_manager("WATCHDOG=1")
                 self._guard_memory(resident_bytes() - at_start_bytes - UNACCOUNTED_BYTES)
 
     def _guard_memory(self, unexplained_bytes: int) -> None:
@@ -481,7 +481,7 @@ class Server:
     # ---- shutdown ----------------------------------------------------------------------------------------------
 
     def _stop(self) -> int:
-        systemd.notify("STOPPING=1")
+        notify_manager("STOPPING=1")
         for index in self._shards.drain():
             logger.warning("shard %d did not answer all that was queued", index)
         pair = None if self._replication is None else self._replication.pair
@@ -494,7 +494,7 @@ class Server:
             if time.monotonic() > last_s:
                 logger.critical("the last snapshot was not written within %g s", LAST_SNAPSHOT_S)
                 return EXIT_SNAPSHOT
-            systemd.notify("EXTEND_TIMEOUT_USEC=10000000")
+            notify_manager("EXTEND_TIMEOUT_USEC=10000000")
         if not self._shards.are_alive:
             return EXIT_INTERNAL
         written.result()
@@ -520,6 +520,25 @@ def draw_epoch() -> int:
 def log_start(line: str) -> None:
     """Log a line of start-up."""
     logger.info("%s", line)
+
+
+def notify_manager(state: str) -> None:
+    """Tell the service manager by its socket (``sd_notify(3)``), such as ``notify_manager("READY=1")``.
+
+    Does nothing without NOTIFY_SOCKET, and only logs where it fails.
+    """
+    address = read_variable("NOTIFY_SOCKET")
+    if not address or address[0] not in "/@":
+        return
+    # An abstract socket's name begins with a zero byte, which the variable spells "@".
+    target = "\0" + address[1:] if address[0] == "@" else address
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.settimeout(1.0)
+            sender.connect(target)
+            sender.sendall(state.encode())
+    except OSError as error:
+        logger.warning("the service manager at NOTIFY_SOCKET=%s was not told %s: %s", address, state, error)
 
 
 def _import_plugins(names: Iterable[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from psengine.parameter_server.server.rules import apply
 from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.apply import Apply
 from psengine.parameter_server.server.rules.average import Average
@@ -99,7 +98,7 @@ def _keep_steps(adopt, self, view):
     return replies
 
 
-@plant("a shard thinks that a worker holds something else", apply, "next_held")
+@plant("a shard thinks that a worker holds something else", ChunkPayloads, "next_held")
 def _add_one(next_held, *arguments, **options):
     held = next_held(*arguments, **options)
     held.values.add_(1.0)

@@ -6,12 +6,15 @@ for life, also where it was evicted and comes back, and a later process of the r
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.coordinator.states import WORKER, WorkerState, after
-from psengine.parameter_server.server.coordinator.telemetry import WorkerTelemetry
 from psengine.parameter_server.server.interfaces import Sender
+from psengine.parameter_server.status_model import NOT_FINITE, WorkerTimes
 from psengine.protocol.messages import MAX_WORKERS, ErrorCode, Message
 from psengine.protocol.views import ViewMember
 
@@ -19,6 +22,47 @@ from psengine.protocol.views import ViewMember
 CLAIM_GRACE_S = 0.5
 # Those of later processes still fit where they are sent and kept.
 MAX_INCARNATION = 2**62
+# Rates of steps are taken over the last so long, or over two steps where these are longer.
+WINDOW_S = 10.0
+
+
+class WorkerTelemetry:
+    """What a worker's steps are made of, as its heartbeats report them.
+
+        worker   ├─ compute ─────┤├─ blocked: it waits for servers ─────────┤      step_s, blocked_s
+
+    Attributes:
+        times: what is known now; its seconds are means of a step.
+    """
+
+    def __init__(self) -> None:
+        self.times = WorkerTimes()
+        # Heartbeats that told of a new step, and when; a step's seconds are counted from the end of the first step on.
+        self._heard: deque[tuple[float, Mapping[str, Any]]] = deque()
+
+    def hear(self, body: Mapping[str, Any], now_s: float) -> None:
+        """A heartbeat came; one without ``steps`` says nothing of them."""
+        if "steps" not in body:
+            return
+        # A heartbeat says None of a loss that is not finite.
+        loss = NOT_FINITE if "loss" in body and body["loss"] is None else body.get("loss")
+        self.times = replace(self.times, steps=body["steps"], loss=loss)
+        heard = self._heard
+        if body["steps"] > (heard[-1][1]["steps"] if heard else 0):
+            heard.append((now_s, body))
+        while len(heard) > 2 and now_s - heard[1][0] >= WINDOW_S:
+            heard.popleft()
+        if len(heard) < 2 or now_s <= heard[0][0]:
+            return
+        (first_s, first), (_, last) = heard[0], heard[-1]
+        gained = {name: last.get(name, 0) - first.get(name, 0) for name in ("steps", "samples", "step_s", "blocked_s")}
+        found = {"steps_per_s": gained["steps"] / (now_s - first_s)}
+        if last.get("samples"):
+            found["samples_per_s"] = gained["samples"] / (now_s - first_s)
+        for name in ("step_s", "blocked_s"):
+            found[name] = gained[name] / gained["steps"]
+        found["compute_s"] = found["step_s"] - found["blocked_s"]
+        self.times = replace(self.times, **{name: round(value, 6) for name, value in found.items()})
 
 
 @dataclass(slots=True, eq=False)

@@ -22,7 +22,7 @@ from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule, KnownWorker
 from psengine.parameter_server.server.rules.delay_compensation import DelayCompensation
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
-from psengine.parameter_server.server.rules.held_weights import HeldWeights, next_held
+from psengine.parameter_server.server.rules.payloads import HeldWeights
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.views import Release, View
 
@@ -217,7 +217,7 @@ class Apply(ChunkRule):
         """UPDATED; ``repeated``: the worker may have received the first one, so that this must bring the same."""
         version, place, known = self.version, self._place, self.workers[rank]
         if self.compensation is not None or self.payloads.answers_differences:
-            held = next_held(known.held, step, version, self.values, self.payloads, repeated=repeated)
+            held = self.payloads.next_held(known.held, step, version, self.values, repeated=repeated)
             known.held, version = held, held.version
             place = Place(self.payloads.encode(held.values) if held.payload is None else held.payload)
         elif self.payloads.encodes_answers:

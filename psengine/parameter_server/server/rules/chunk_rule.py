@@ -22,8 +22,7 @@ from psengine.errors import ProtocolError
 from psengine.flat_optimizers.optimizers import ChunkOptimizer, OptimizerSpec
 from psengine.parameter_server.server.rules.answer_memory import AnswerMemory, Place
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
-from psengine.parameter_server.server.rules.held_weights import HeldWeights
-from psengine.parameter_server.server.rules.payloads import ChunkPayloads
+from psengine.parameter_server.server.rules.payloads import ChunkPayloads, HeldWeights
 from psengine.parameter_server.server.snapshots.files import ChunkState
 from psengine.protocol.bodies import learn
 from psengine.protocol.layout import ChunkKind, ChunkSpec

@@ -1,8 +1,17 @@
-"""A chunk's payloads: pushes are decoded to values, answers are encoded."""
+"""A chunk's payloads: pushes are decoded to values, answers are encoded, perhaps as differences.
+
+    server   weights - held ─ encode ─► payload ─┬─────────► worker   held += decode(payload)
+             held += decode(payload) ◄───────────┘
+
+Where answers are differences, both ends add the same values, so they hold the same bits, and what a payload leaves out
+is part of the next difference: no residual is needed. A worker says with each push which step's answer it holds. If the
+server does not know that one (a first push, a server that restarted), it answers whole weights.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +53,22 @@ def received_values(message: Message, spec: ChunkSpec) -> torch.Tensor:
     return _payload(message, spec, PayloadSpec(spec.dtype, spec.numel), "values")
 
 
+@dataclass(slots=True)
+class HeldWeights:
+    """What one worker holds of a chunk. Kept too where stale gradients are corrected, for which nothing is added."""
+
+    version: int  # of the weights that were answered
+    values: torch.Tensor  # what the worker holds; mutated by the next difference
+    step: int | None  # whose answer brought them; None: it may hold something else
+    # That answer's; never changed, because it may still be on its way, or have to go again. None: the values' own.
+    payload: torch.Tensor | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of both tensors."""
+        return self.values.nbytes + (0 if self.payload is None else self.payload.nbytes)
+
+
 class ChunkPayloads:
     """The payloads of one chunk, in a job with this codec."""
 
@@ -82,15 +107,23 @@ class ChunkPayloads:
         self._down.encode(values, payload, state)
         return payload
 
-    def wide(self, weights: torch.Tensor) -> torch.Tensor:
-        """A copy of ``weights``, as both ends keep what a worker holds."""
-        return weights.to(held_dtype(self._spec), copy=True)
+    def next_held(
+        self, held: HeldWeights | None, step: int, version: int, weights: torch.Tensor, *, repeated: bool
+    ) -> HeldWeights:
+        """What a worker holds with the answer of a step; a repeat is what the first answer was, if that is known.
 
-    def encode_difference(self, weights: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-        """The payload of ``weights - held``; what arrives of it is added to ``held``, as the worker does."""
-        payload = self.encode(weights.to(held.dtype) - held)
-        self._down.decode_add(payload, held)
-        return payload
+        If it is not, the worker may have either of two answers, and the next difference is of neither.
+        """
+        if held is not None and held.step == step:
+            return held
+        if not self.answers_differences:
+            return HeldWeights(version, weights.clone(), step)
+        if held is None or held.step is None or repeated:
+            wide = weights.to(held_dtype(self._spec), copy=True)
+            return HeldWeights(version, wide, None if repeated else step, weights.clone())
+        payload = self.encode(weights.to(held.values.dtype) - held.values)
+        self._down.decode_add(payload, held.values)  # as the worker does
+        return HeldWeights(version, held.values, step, payload)
 
     def answered(self, message: Message) -> torch.Tensor:
         """RESULT: what travelled as an answer, to travel again.
