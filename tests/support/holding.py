@@ -35,6 +35,7 @@ class Hold:
     """
 
     def __init__(self, folder: Path, *steps: int) -> None:
+        folder.mkdir(exist_ok=True)
         self._folder, self._steps = folder, list(steps)
         self.description = f"{','.join(map(str, steps))}:{folder}"
         self.environment = {_VARIABLE: self.description}

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 import psengine
+from support.holding import held
 
 DEADLINE_S = 120.0
 
@@ -64,6 +65,7 @@ class Training:
     def _tell(self, strategy: str, step: int) -> None:
         print(strategy, "step", step, flush=True)
         time.sleep(self._plan["pause_s"])
+        held(step + 1, self._plan["holds"].get(strategy, ""))
 
     def _train(self, strategy: str, name: str, after_step: Callable[[int], None]) -> list[float]:
         job = None
