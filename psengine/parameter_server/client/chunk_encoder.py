@@ -33,7 +33,7 @@ class ChunkEncoder:
         last: the push whose payload was encoded last.
     """
 
-    def __init__(self, spec: ChunkSpec, codec: Codec, *, are_weights: bool = False) -> None:
+    def __init__(self, spec: ChunkSpec, codec: Codec, *, are_weights: bool) -> None:
         self._spec = spec
         self._up, self._down = gradient_codec(codec, spec), answer_codec(codec, spec)
         self._form = self._up.payload_spec(spec.numel, spec.dtype)

@@ -65,8 +65,7 @@ class WorkerSession:
         self.job_connection = job = JobConnection(options, runtime)
         self.telemetry = job.telemetry
         self.segments = job.transport.segments or WorkerSegments(is_wanted=False)
-        # By chunk; None where the job's codec leaves its values as they are.
-        self._encoders: dict[int, ChunkEncoder | None] = {}
+        self._encoders: dict[int, ChunkEncoder] = {}  # by chunk, where the job's codec encodes its values
         self._copies_payloads = False
         # Called at exit too; it holds no reference to this object, so that a forgotten session is collected.
         self._finalizer = weakref.finalize(self, _say_goodbye, job, os.getpid())
@@ -277,17 +276,13 @@ class WorkerSession:
 
     def _encoder(self, spec: ChunkSpec) -> ChunkEncoder | None:
         """The chunk's encoder, told how its last push ended; None where values travel as they are."""
-        options = self.job_connection.options
-        if options.codec.is_identity:
+        codec, averages = self.job_connection.options.codec, self.job_connection.options.averages
+        if gradient_codec(codec, spec).is_identity:
             return None
-        if spec.key not in self._encoders:
-            is_identity = gradient_codec(options.codec, spec).is_identity
-            are_weights = not options.averages
-            self._encoders[spec.key] = (
-                None if is_identity else ChunkEncoder(spec, options.codec, are_weights=are_weights)
-            )
-        encoder = self._encoders[spec.key]
-        if encoder is not None and encoder.last is not None:
+        encoder = self._encoders.get(spec.key)
+        if encoder is None:
+            encoder = self._encoders[spec.key] = ChunkEncoder(spec, codec, are_weights=not averages)
+        if encoder.last is not None:
             encoder.last.conclude()  # perhaps nobody has waited for it
         return encoder
 

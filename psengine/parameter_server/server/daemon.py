@@ -164,7 +164,8 @@ class Server:
         settings = self.settings
         torch.set_num_threads(1)
         keep_freed_memory()
-        _raise_descriptor_limit()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MAX_DESCRIPTORS)), hard))
         _import_plugins(settings.plugins or ())
         stack.enter_context(self._shards)
         shards = self._make_shards()
@@ -555,9 +556,3 @@ def _import_plugins(names: Iterable[str]) -> None:
 def _has_ended(descriptor: int) -> bool:
     """Whether a pipe, of which nobody reads anything else, has no writer any more."""
     return bool(select.select([descriptor], [], [], 0.0)[0]) and not os.read(descriptor, 4096)
-
-
-def _raise_descriptor_limit() -> None:
-    """Let this process have as many file descriptors as the system allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MAX_DESCRIPTORS)), hard))

@@ -888,22 +888,18 @@ class Coordinator(JobMemory):
 
     def status(self, now_s: float) -> CoordinatedJob:
         """The job as it is now."""
+        gone = sorted(self.workers.of(WorkerState.GONE), key=lambda one: one.gone_unix_s)
         return CoordinatedJob(
             rule=self.rule or {},
             lost=self._halted or self._lost,
             expected_workers=self.world_size,
             evicted=self.evicted,
             lost_updates=sum(self._losses.values()),
-            departed=self._departed(),
+            departed=tuple(
+                Departed(rank=one.rank, host=one.host, reason=one.why_gone, unix_s=one.gone_unix_s, step=one.completed)
+                for one in gone[-MAX_DEPARTED:]
+            ),
             workers=tuple(self._worker_status(one, now_s - one.last_heard_s) for one in self.workers.present),
-        )
-
-    def _departed(self) -> tuple[Departed, ...]:
-        """Workers that are gone, the latest last."""
-        gone = sorted(self.workers.of(WorkerState.GONE), key=lambda one: one.gone_unix_s)[-MAX_DEPARTED:]
-        return tuple(
-            Departed(rank=one.rank, host=one.host, reason=one.why_gone, unix_s=one.gone_unix_s, step=one.completed)
-            for one in gone
         )
 
     def _worker_status(self, worker: Worker, silent_s: float) -> CoordinatedWorker:

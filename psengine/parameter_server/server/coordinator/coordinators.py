@@ -51,10 +51,10 @@ class Coordinators:
                 self._interfaces.note("refused", text, job="" if job is None else job.name)
             raise
 
-    def has_asked(self, job: int, route: bytes) -> bool:
-        """Whether a VIEW or RELEASE that comes is not for shards: a coordinator has asked for it."""
-        found = self.by_number.get(job)
-        return found is not None and found.claims.has_asked(route)
+    def has_asked(self, message: Message, sender: Sender) -> bool:
+        """Whether this VIEW or RELEASE is not for shards: a coordinator has asked for it."""
+        job = self.by_number.get(message.job)
+        return job is not None and job.claims.has_asked(sender.route)
 
     def _job_of(self, message: Message, sender: Sender) -> Coordinator:
         job = self.by_number.get(message.job)

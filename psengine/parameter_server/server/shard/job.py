@@ -396,20 +396,17 @@ class Job(RuleContext):
             table_bytes=added({rule.of.name: rule.table.size_bytes} for rule in tables),
             table_evicted=added({rule.of.name: rule.evicted_rows} for rule in tables),
             workers=tuple(
-                self._worker_status(rank, worker, frozenset(waiting.get(rank, ())))
+                ShardWorker(
+                    rank=rank,
+                    pushes=worker.pushes,
+                    refused=worker.refused,
+                    step=worker.step if worker.pushes else None,
+                    waiting_for=tuple(sorted(waiting.get(rank, ()))),
+                    staleness=Counter(self.statistics.recent_staleness.get(rank, ())),
+                )
                 for rank, worker in sorted(self.workers.items())
             ),
             **{one.name: copy(getattr(self.statistics, one.name)) for one in fields(JobCounts)},
-        )
-
-    def _worker_status(self, rank: int, worker: Worker, waiting: frozenset[int]) -> ShardWorker:
-        return ShardWorker(
-            rank=rank,
-            pushes=worker.pushes,
-            refused=worker.refused,
-            step=worker.step if worker.pushes else None,
-            waiting_for=tuple(sorted(waiting)),
-            staleness=Counter(self.statistics.recent_staleness.get(rank, ())),
         )
 
     def _waiting(self) -> dict[int, set[int]]:

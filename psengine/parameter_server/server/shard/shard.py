@@ -223,17 +223,14 @@ class Shard:
             )
         if not self._is_replaying:
             self.settings.check_tier(name, rule)
-            self._check_place(name, is_new=job is None)
+            if job is None and len(self.jobs) >= MAX_JOBS:
+                self._drop_finished()
+                if len(self.jobs) >= MAX_JOBS:
+                    raise too_many_jobs(MAX_JOBS, name)
         self.jobs[message.job] = made = self._make(name, rule)
         made.registration, made.key, made.place = registration, key, body["place"][0]
         made.registrars.add(sender.route)
         self._changed(made, message)
-
-    def _check_place(self, name: str, *, is_new: bool) -> None:
-        if is_new and len(self.jobs) >= MAX_JOBS:
-            self._drop_finished()
-        if is_new and len(self.jobs) >= MAX_JOBS:
-            raise too_many_jobs(MAX_JOBS, name)
 
     def _make(self, name: str, rule: dict[str, Any]) -> Job:
         return self.make_job(name, rule, self._take_memory, self._note)

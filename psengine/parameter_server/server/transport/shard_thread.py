@@ -502,19 +502,16 @@ class ShardThread(threading.Thread):
             if not self.leads:
                 raise ProtocolError("this server is about to lead", ErrorCode.NOT_LEADING)
 
-    def _has_asked(self, message: Message, sender: Sender) -> bool:
-        return self.coordinators is not None and self.coordinators.has_asked(message.job, sender.route)
-
     def _handle(self, sender: Sender, message: Message) -> None:
-        kind = message.type
+        kind, coordinators = message.type, self.coordinators
         if kind is MessageType.KEPT:
             if self.stream is not None:
                 self.stream.kept(sender.route, message.sequence, time.monotonic())
                 self.answers.release()
-        elif kind in TO_COORDINATOR or (kind in SHOWN and self._has_asked(message, sender)):
-            if self.coordinators is None:
+        elif kind in TO_COORDINATOR or (kind in SHOWN and coordinators and coordinators.has_asked(message, sender)):
+            if coordinators is None:
                 raise ProtocolError(f"{kind.name} goes to the first shard of the job's first server")
-            outgoing = self.coordinators.handle(message, sender, self._look_at_time())
+            outgoing = coordinators.handle(message, sender, self._look_at_time())
             self._send_decided(outgoing, is_heartbeat=kind is MessageType.HEARTBEAT)
         elif kind is MessageType.STATUS:
             self._send([Outgoing(sender.route, self._to(message, MessageType.STATUS_REPORT, payload=self._status()))])
