@@ -1,17 +1,14 @@
-"""Shared memory between real processes: random programs, the bits of gloo, faults, and what is left behind."""
+"""Shared memory between real processes: waits, faults, and what is left behind."""
 
 from __future__ import annotations
 
 import gc
-import hashlib
 import os
-import random
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.expectations import raises
-from support.marks import slow
 from support.native_extension import needs_shared_memory
 from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 
-from psengine.collectives.base import Work
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.registry import collective_for
-from psengine.collectives.shared_memory.collective import SCALAR_KINDS, SharedMemoryCollective
+from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.errors import CollectiveError, PeerLostError, SharedMemoryUnavailableError
 from psengine.kernels import native
 
@@ -34,10 +29,6 @@ pytestmark = needs_shared_memory
 
 CPU = torch.device("cpu")
 MIB = 1024 * 1024
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.contiguous().view(torch.uint8).numpy())
 
 
 @contextmanager
@@ -72,135 +63,6 @@ def mapped_segments() -> list[str]:
 
 def kib_of(path: str, name: str) -> int:
     return next(int(line.split()[1]) for line in Path(path).read_text().splitlines() if line.startswith(name + ":"))
-
-
-# ---- random programs -------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Program:
-    """The same operations on every rank, drawn from ``seed``; when each rank waits, and sleeps, is its own affair."""
-
-    rank: int
-    world_size: int
-    seed: int
-    collective: SharedMemoryCollective = field(default_factory=lambda: shared_memory())
-    outstanding: list[tuple[Work, Callable[[], None]]] = field(default_factory=list)
-    results: dict[int, str] = field(default_factory=dict)  # of each all-reduce, by step
-
-    def __post_init__(self) -> None:
-        self.common = random.Random(self.seed)
-        self.own = random.Random(self.seed * 1000 + self.rank)
-
-    def run(self, steps: int) -> dict[int, str]:
-        kinds = [self.all_reduce] * 6 + [self.reduce_scatter, self.broadcast, self.all_gather, self.barrier]
-        for step in range(steps):
-            self.common.choice(kinds)(step)
-            if self.own.random() < 0.2:
-                time.sleep(self.own.random() * 0.01)
-            while self.outstanding and (len(self.outstanding) > 12 or self.own.random() < 0.4):
-                self.finish(self.own.randrange(len(self.outstanding)))
-        while self.outstanding:
-            self.finish(self.own.randrange(len(self.outstanding)))
-        self.collective.barrier().wait()
-        return self.results
-
-    def finish(self, index: int) -> None:
-        work, check = self.outstanding.pop(index)
-        work.wait()
-        check()
-
-    def numel(self, dtype: torch.dtype) -> int:
-        small, slot = 16 * 1024 // dtype.itemsize, 1024 * 1024 // dtype.itemsize
-        edges = [0, 1, 2, 3, 63, 64, 65, 1023, small - 1, small, small + 1, slot // 2 + 1, slot, slot + 1, 5 * slot + 7]
-        return self.common.choice([*edges[:12], *edges[:12], *edges, self.common.randrange(1, 200_000)])
-
-    def addends(self, step: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Every rank's, because each rank checks its own result."""
-        addends = []
-        for rank in range(self.world_size):
-            generator = torch.Generator().manual_seed(self.seed * 1_000_000 + step * 100 + rank)
-            addends.append((torch.randn(numel, generator=generator) * 30).to(dtype))
-        return addends
-
-    def place(self, numel: int, dtype: torch.dtype, *, shared: bool) -> torch.Tensor:
-        """Memory for a tensor, aligned to its elements alone."""
-        offset = self.common.choice([0, 0, 1, 3])
-        if shared:
-            return self.collective.allocate(numel + offset, dtype, CPU)[offset:]
-        return torch.empty(numel + offset, dtype=dtype)[offset:]
-
-    def check_sum(self, got: torch.Tensor, addends: list[torch.Tensor], scale: float) -> None:
-        if not got.is_floating_point():
-            assert torch.equal(got, sum(addends))
-            return
-        # Each product is rounded, and so is each of at most world_size sums; below the normal numbers by a fixed step.
-        finfo = torch.finfo(got.dtype)
-        products = [addend.double() * scale for addend in addends]
-        bound = (self.world_size + 1) * (finfo.eps * sum(p.abs() for p in products) + finfo.tiny * finfo.eps)
-        assert ((got.double() - sum(products)).abs() <= bound).all()
-
-    def all_reduce(self, step: int) -> None:
-        dtype = self.common.choice(list(SCALAR_KINDS))
-        numel = self.numel(dtype)
-        flat = self.place(numel, dtype, shared=self.common.random() < 0.5)
-        scale = self.common.choice([1.0, 0.5, 1 / 3]) if dtype.is_floating_point else 1.0
-        is_waited_for = self.common.random() < 0.9
-        addends = self.addends(step, numel, dtype)
-        flat.copy_(addends[self.rank])
-        work = self.collective.all_reduce(flat, scale, what=f"step {step}")
-
-        def check() -> None:
-            self.check_sum(flat, addends, scale)
-            self.results[step] = hashlib.sha256(bits(flat)).hexdigest()
-
-        if is_waited_for:
-            self.outstanding.append((work, check))
-
-    def reduce_scatter(self, step: int) -> None:
-        dtype = self.common.choice(list(SCALAR_KINDS))
-        numel = self.numel(dtype) // self.world_size
-        scale = 0.5 if dtype.is_floating_point else 1.0
-        addends = self.addends(step, numel * self.world_size, dtype)
-        output, flat = self.place(numel, dtype, shared=False), addends[self.rank].clone()
-        work = self.collective.reduce_scatter(output, flat, scale, what=f"step {step}")
-        own = slice(self.rank * numel, (self.rank + 1) * numel)
-        self.outstanding.append((work, lambda: self.check_sum(output, [a[own] for a in addends], scale)))
-
-    def broadcast(self, step: int) -> None:
-        source, dtype = self.common.randrange(self.world_size), self.common.choice(list(SCALAR_KINDS))
-        sent = self.addends(step, self.numel(dtype), dtype)[source]
-        square = self.addends(step, 12, dtype)[source].view(3, 4)
-        tensors = [sent.clone() if self.rank == source else torch.empty_like(sent), torch.zeros(4, 3, dtype=dtype).t()]
-        if self.rank == source:
-            tensors[1].copy_(square)
-        self.collective.broadcast(tensors, source, what=f"step {step}").wait()
-        assert torch.equal(tensors[0], sent)
-        assert torch.equal(tensors[1], square)
-
-    def all_gather(self, step: int) -> None:
-        dtype = self.common.choice(list(SCALAR_KINDS))
-        addends = self.addends(step, self.numel(dtype) // self.world_size, dtype)
-        gathered = self.collective.gather(addends[self.rank], what=f"step {step}")
-        assert all(torch.equal(got, sent) for got, sent in zip(gathered, addends, strict=True))
-
-    def barrier(self, step: int) -> None:
-        self.collective.barrier().wait()
-
-
-def run_programs(rank: int, world_size: int, seeds: list[int], steps: int) -> list[dict[int, str]]:
-    return [Program(rank, world_size, seed).run(steps) for seed in seeds]
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("world_size", "seeds", "steps"),
-    [(2, [2], 40), (3, [3], 30), *(slow(ranks, range(80 // ranks), 150) for ranks in (2, 3, 4, 8))],
-)
-def test_random_programs(world_size, seeds, steps):
-    results = run_ranks(run_programs, world_size, list(seeds), steps, deadline_s=600)
-    assert all(len(program) > steps / 10 for program in results[0])
-    assert all(result == results[0] for result in results), "ranks have different bits"
 
 
 # ---- waiting ---------------------------------------------------------------------------------------------------------
