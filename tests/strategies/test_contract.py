@@ -221,18 +221,11 @@ def train(
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}], ids=str)
 @pytest.mark.parametrize(("name", "world_size"), STRATEGIES_AND_WORKERS)
-def test_training_equals_the_oracle(name, world_size, options, servers):
-    for parameters, _ in run_ranks(train, world_size, name, servers, options, range(STEPS), None):
-        for parameter, wanted in zip(parameters, train_plainly(ORACLES[name][0], world_size), strict=True):
-            assert torch.equal(parameter, wanted)
-
-
-@pytest.mark.parametrize(("name", "world_size"), STRATEGIES_AND_WORKERS)
-def test_training_goes_on_from_a_checkpoint(name, world_size, servers):
-    first = run_ranks(train, world_size, name, servers, {}, range(6), None)
+def test_training_equals_the_oracle_also_from_a_checkpoint(name, world_size, options, servers):
+    first = run_ranks(train, world_size, name, servers, options, range(6), None)
     servers["PSENGINE_JOB"] += "-again"
     checkpoint = [saved for _, saved in first]
-    for parameters, _ in run_ranks(train, world_size, name, servers, {}, range(6, STEPS), checkpoint):
+    for parameters, _ in run_ranks(train, world_size, name, servers, options, range(6, STEPS), checkpoint):
         for parameter, wanted in zip(parameters, train_plainly(ORACLES[name][0], world_size), strict=True):
             assert torch.equal(parameter, wanted)
 

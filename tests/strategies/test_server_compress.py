@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +82,6 @@ def test_a_server_imports_plugins(tmp_path):
         enter(address, "plugins", 0, Int8(), world_size=1).close()
     with pytest.raises(ConfigurationError, match="expected one called 'no_such_module'"):
         _import_plugins(["no_such_module"])
-
-
-@contextmanager
-def both(address: str, job: str, rule: dict[str, Any] = AVERAGE) -> Iterator[list[WorkerSession]]:
-    """Two workers, who wait for each other."""
-    with ThreadPoolExecutor(2) as pool, ExitStack() as context:
-        sessions = [pool.submit(enter, address, job, rank, TopOne(), rule) for rank in range(2)]
-        yield [context.enter_context(closing(session.result())) for session in sessions]
 
 
 def counts(session: WorkerSession, gradient: torch.Tensor, landing: torch.Tensor) -> bool | None:
