@@ -79,17 +79,6 @@ def test_nobody_speaks_for_the_server(kind):
     assert codes(answers) == [ErrorCode.BAD_MESSAGE]
 
 
-def test_a_reader_reads_what_servers_hold():
-    world, _ = world_of(1, [spec()], rule=APPLY, values={0: ONES})
-    team(world, 1, [spec()], job="averages", values={0: ONES})
-    reader = Worker(world)
-    assert reader.resume()["chunks"] == 1
-    assert [chunk["key"] for chunk in reader.ask(MessageType.LIST, body={"after": -1}).body["chunks"]] == [0]
-    assert reader.pull(0).payload is not None
-    assert codes([Worker(world, job="averages").pull(0)]) == [ErrorCode.NOT_READY]
-    assert codes([Worker(world, job="nobody's").pull(0)]) == [ErrorCode.NOT_READY]
-
-
 def test_nobody_reads_or_pushes_before_the_first_view():
     world = World()
     registrar = Worker(world, 0, rule=APPLY)

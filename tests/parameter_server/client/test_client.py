@@ -10,11 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 from support.server_process import running_server
-from support.shard_world import AVERAGE, spec
+from support.shard_world import AVERAGE
 from support.waiting import eventually
 from support.worker_sessions import crew
 
-from psengine.codecs.int8 import Int8
 from psengine.errors import (
     ConfigurationError,
     ReplicaMismatchError,
@@ -245,32 +244,6 @@ def test_addresses(monkeypatch):
     monkeypatch.delenv("PSENGINE_SERVERS")
     with pytest.raises(ConfigurationError, match="PSENGINE_SERVERS"):
         connect()
-
-
-def test_a_step_in_which_all_abstain_leaves_destinations_buffers_and_residuals():
-    """Later averages are those of a job without that step."""
-    specs = [spec(0, 600), spec(1, 4, kind=ChunkKind.BUFFER)]
-    found = []
-    for seeds in ((1, 2, 3), (1, None, 2, 3)):
-        averages = []
-        with running_server() as server, crew(server.addresses[0], 2, specs, codec=Int8()) as workers:
-            for seed in seeds:
-                pushes, landings = [], [torch.full((one.numel,), 5.0) for one in specs for _ in workers]
-                for worker, gradient, buffer in zip(workers, landings[:2], landings[2:], strict=True):
-                    values = torch.randn(604, generator=torch.Generator().manual_seed(10 * (seed or 0) + worker.rank))
-                    weight, buffers = (0.0, None) if seed is None else (1.0 + worker.rank, values[600:])
-                    # Values without weight count nothing either.
-                    sent = None if seed is None and worker.rank else values[:600]
-                    pushes += [worker.push(0, sent, [gradient], weight=weight), worker.push(1, buffers, [buffer])]
-                    worker.end_step()
-                wait_all(pushes)
-                assert {push.is_empty for push in pushes} == {seed is None}
-                if seed is not None:
-                    averages += landings
-                else:
-                    assert all((one == 5).all() for one in landings)
-        found.append(averages)
-    assert all(map(torch.equal, *found))
 
 
 def test_who_leaves_an_embedded_server_waits_less_for_it(monkeypatch, caplog):

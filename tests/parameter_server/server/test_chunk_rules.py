@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from support.shard_world import APPLY, AVERAGE, MERGE, Worker, World, codes, push_all, spec, whole, world_of
+from support.shard_world import APPLY, MERGE, Worker, World, codes, push_all, spec, whole, world_of
 
-from psengine.codecs.int8 import Int8
-from psengine.codecs.onebit import OneBit
 from psengine.parameter_server.server.interfaces import Sender
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule
 from psengine.protocol.frames import encode, payload_tensor
@@ -25,31 +23,6 @@ def test_non_finite_values_are_passed_on_and_counted():
     assert answer[0] == 1
     assert answer[1].isnan()
     assert world.shard.status().jobs["demo"].non_finite == 1
-
-
-@pytest.mark.parametrize("codec", [Int8(), OneBit()], ids=repr)
-@pytest.mark.parametrize("is_spoiled", [False, True])
-def test_a_step_that_is_taken_back_leaves_the_residual_as_it_was(codec, is_spoiled):
-    form = codec.payload_spec(64, torch.float32)
-
-    def payload(seed, scale=1.0):
-        one = torch.empty(form.numel, dtype=form.dtype)
-        codec.encode(torch.randn(64, generator=torch.Generator().manual_seed(seed)) * scale, one)
-        return one
-
-    found = []
-    for is_undone in (False, True):
-        world, workers = world_of(2, [spec(0, 64)], rule=AVERAGE | {"compress": repr(codec)})
-        push_all(workers, 1, payload(1))
-        if is_undone:
-            workers[0].push(0, 2, payload(7))
-            workers[1].push(0, 2, payload(8, torch.inf if is_spoiled else 1.0))
-            assert all(2 in worker.updates() for worker in workers)
-            world.publish(workers, from_step=2)
-        for step in (2, 3):
-            push_all(workers, step, payload(step))
-        found.append(workers[0].updates())
-    assert all(torch.equal(found[0][step], found[1][step]) for step in (2, 3))
 
 
 def test_who_lacks_more_than_the_last_step_has_to_take_state():
