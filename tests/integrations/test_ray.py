@@ -70,32 +70,14 @@ def processes_with(token):
 
 @on_a_cluster
 @pytest.mark.parametrize("strategy", ["sync", "sync-server"])
-def test_two_ranks_get_the_bits_of_native_ddp(trained, strategy):
-    native, ours = trained["native"], trained[strategy]
-    assert ours["error"] == native["error"] == ""
+def test_two_ranks_get_equal_bits_from_a_group_and_from_servers(trained, strategy):
+    ours = trained[strategy]
+    assert ours["error"] == ""
     assert ours["start-0-0"]["strategy"] == strategy
-    assert native["start-0-0"]["strategy"] == "native"
-    assert ours["end-0"] == ours["end-1"] == native["end-0"]
+    assert ours["end-0"] == ours["end-1"] == trained["sync"]["end-0"]
     assert ours["metrics"]["epoch"] == 2
     places = [ours[f"start-{worker}-0"]["context"] for worker in range(2)]
     assert places == [[0, 2, 0, 2, True], [1, 2, 1, 2, False]]
-
-
-@on_a_cluster
-@pytest.mark.parametrize("strategy", ["sync", "async"])
-def test_a_later_run_resumes_from_rays_checkpoint(trained, strategy):
-    first, second = trained[f"{strategy}-resumed"]
-    assert first["error"] == second["error"] == ""
-    assert [first["start-0-0"]["epoch"], second["start-0-0"]["epoch"]] == [0, 2]
-    assert second["metrics"]["epoch"] == 2
-    starts = [second[f"start-{worker}-0"] for worker in range(2)]
-    assert starts[0]["before"] == starts[1]["before"] != first["start-0-0"]["before"]
-    # The job begins with the weights of the checkpoint; under async a worker may be late, and get later ones.
-    assert starts[0]["before"] in [start["begun_with"] for start in starts]
-    if strategy == "sync":
-        sums = [sum(weights) for weights in first["end-0"]["weights"]]
-        assert starts[0]["before"] == pytest.approx(sums, abs=1e-4)
-        assert second["end-0"] == trained["sync"]["end-0"]
 
 
 @on_a_cluster
@@ -146,8 +128,7 @@ def test_a_report_that_would_wait_for_ever_is_an_error(trained):
 @on_a_cluster
 def test_nothing_is_left_after_success_and_failure(trained):
     assert "died unexpectedly" in trained["gives-up"]["error"]
-    runs = [run for found in trained.values() for run in (found if isinstance(found, list) else [found])]
-    assert not [run["left"] for run in runs if isinstance(run, dict) and run["left"]]
+    assert not [found["left"] for found in trained.values() if found["left"]]
 
 
 @on_a_cluster

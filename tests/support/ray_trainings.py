@@ -23,7 +23,7 @@ os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
 import ray
 from ray.cluster_utils import Cluster
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 
 from psengine.integrations.ray import PSEngineConfig
 
@@ -63,11 +63,8 @@ def train(config):
         optimizer.load_state_dict(state["optimizer"])
         first_epoch = state["epoch"] + 1
     before = [round(p.double().sum().item(), 9) for p in net.parameters()]
-    if config["native"]:
-        model = torch.nn.parallel.DistributedDataParallel(net)
-    else:
-        model = psengine.DistributedDataParallel(net)
-        optimizer = psengine.DistributedOptimizer(optimizer, model)
+    model = psengine.DistributedDataParallel(net)
+    optimizer = psengine.DistributedOptimizer(optimizer, model)
     start = {
         "pid": os.getpid(),
         "epoch": first_epoch,
@@ -80,7 +77,7 @@ def train(config):
         ],
         "before": before,
         "begun_with": [round(p.double().sum().item(), 9) for p in net.parameters()],
-        "strategy": "native" if config["native"] else model.strategy.name,
+        "strategy": model.strategy.name,
     }
     starts = len(list(folder.glob(f"start-{worker}-*")))
     (folder / f"start-{worker}-{starts}").write_text(json.dumps(start))
@@ -130,8 +127,8 @@ def train(config):
     return weights
 
 
-def run(name, torch_config, folder, *, epochs=3, storage=None, failures=2, **options):
-    settings = {"native": False, "kill": "", "pause_s": 0.0, "reports_wrongly": False, "epochs": epochs, **options}
+def run(name, torch_config, folder, *, epochs=3, failures=2, **options):
+    settings = {"kill": "", "pause_s": 0.0, "reports_wrongly": False, "epochs": epochs, **options}
     folder = Path(folder) / name
     folder.mkdir()
     trainer = TorchTrainer(
@@ -140,7 +137,7 @@ def run(name, torch_config, folder, *, epochs=3, storage=None, failures=2, **opt
         torch_config=torch_config,
         scaling_config=ScalingConfig(num_workers=2, placement_strategy="SPREAD"),
         run_config=RunConfig(
-            name=storage or name,
+            name=name,
             storage_path=str(folder.parent / "storage"),
             failure_config=FailureConfig(max_failures=failures),
         ),
@@ -173,17 +170,10 @@ def run_page():
 
 
 CASES = {
-    "native": lambda at: run("native", TorchConfig(), at, native=True),
     "sync": lambda at: run("sync", PSEngineConfig("sync"), at),
     "sync-server": lambda at: run("sync-server", PSEngineConfig("sync-server", servers=2), at),
-    "sync-resumed": lambda at: [
-        run(f"sync-{epochs}", PSEngineConfig("sync"), at, storage="sync-resumed", epochs=epochs) for epochs in (2, 3)
-    ],
     "sync-failed": lambda at: run("sync-failed", PSEngineConfig("sync"), at, kill="error"),
     "async-killed": lambda at: run("async-killed", async_config(), at, kill="worker", pause_s=0.25, epochs=6),
-    "async-resumed": lambda at: [
-        run(f"async-{epochs}", async_config(), at, storage="async-resumed", epochs=epochs) for epochs in (2, 3)
-    ],
     "async-server-killed": lambda at: run(
         "async-server-killed", async_config(), at, kill="server", pause_s=0.25, epochs=6
     ),
