@@ -319,8 +319,8 @@ class SimulatedThread(shard_thread.ShardThread):
         if world.leaders[self._server.index] is self._server:
             for training in world.trainings:
                 said = [one for one in outgoing if one.message.job == training.number]
-                training.views.coordinated(self._server, said)
                 if self._asked_by is None or self._asked_by.job == training.number:
+                    training.views.coordinated(self._server, self._asked_by, said)
                     training.job.coordinated(self._server, self._asked_by, said)
             world.faults.coordinated(self._server)
         super()._send_decided(outgoing, is_heartbeat=is_heartbeat)

@@ -44,6 +44,11 @@ BEHAVIOURS = {
     "an old process of worker 0 goes on after its successor has registered": _with(
         APPLY, Fault("zombie", 0.0, 2.0, 0, detail=0.5, on="REGISTER")
     ),
+    "who registers is cut off while another one is told to, and dies, and then registers after all": _with(
+        replace(AVERAGE, workers=2, shards=1, chunks=2, latency_s=(0.02, 0.15)),
+        Fault("cut off", 0.6, 4.0, 0, 1, 0.5, on="ECHOED"),
+        Fault("kill worker", 1.0, 4.0, 1, on="REGISTER"),
+    ),
     "a server without chunks restarts": _with(AVERAGE, Fault("kill server", 1.0, 0.5, server=1), chunks=1),
     # ---- a step
     "a server dies while a step is half answered": _with(

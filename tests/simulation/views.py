@@ -96,11 +96,22 @@ class Views:
         require(number >= known, "shard {} went from view {} to {}", shard.index, known, number)
         self._held[place] = number
 
-    def coordinated(self, server, outgoing: list[Any]) -> None:
-        """The coordinators of a server say this."""
+    def coordinated(self, server, message: Message | None, outgoing: list[Any]) -> None:
+        """The coordinators of a server say this, to a message or because time has passed."""
+        if message is not None and message.body.get("what") == "registered":
+            self._check_registered(message.body, outgoing)
         for one in outgoing:
             if one.message.type is MessageType.VIEW:
                 self._publish(view_of(one.message.body))
+
+    def _check_registered(self, body: dict[str, Any], outgoing: list[Any]) -> None:
+        """What a coordinator takes for registered is at the shards."""
+        servers = [self._world.cluster.leaders[index] for index in self._world.run.servers]
+        shards = [server.shards[0] for server in servers] + [one for server in servers for one in server.shards[1:]]
+        for shard, epoch, count in zip(shards, body["epochs"], body["chunks"], strict=True):
+            here = sum(1 for _ in inspection.chunks(shard, self._world.number))
+            is_here = here >= count or shard.epoch != epoch or not outgoing
+            require(is_here, "a model is registered, and {} of {} chunks are at shard {}", here, count, epoch)
 
     def _publish(self, view: View) -> None:
         known = self._published.get((view.number, view.epoch))
