@@ -97,7 +97,7 @@ class Training:
         name: of the job.
         run: the present one.
         home: the servers that were named as the job's values were registered last.
-        joins: whether the run before was killed, so that its members may still count.
+        joins: whether members of a run that was killed may still count: nothing was trained since.
         slots: its ranks.
         zombies: processes that do not know yet that they were replaced.
         readers: who reads what it trains, until it is over.
@@ -166,7 +166,7 @@ class Training:
     def _begin_next_run(self) -> None:
         """The same job, by other processes."""
         former, self.run = self.run, self._later.pop(0)
-        self.joins = former.killed_s is not None
+        self.joins = former.killed_s is not None or (self.joins and not self.job.is_trained)
         self.counts["later runs"] += 1
         self.scenario = self.job.scenario = replace(self.scenario, workers=self.run.workers)
         self.slots = [Slot(self, rank) for rank in range(self.scenario.ranks)]
