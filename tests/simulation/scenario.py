@@ -301,7 +301,6 @@ def _with_later_runs(scenario: Scenario) -> Scenario:
     is_alone = scenario.rule == "elastic" or any(one.kind == "cut all" for one in scenario.faults)
     if rng.random() > LATER_RUNS or is_alone or (other is not None and other.is_second_model):
         return scenario
-    # A lead that thinks that workers train, and servers that another one has led since: not for averages.
     killed_s = round(rng.uniform(0.3, 2.0), 3) if rng.random() < 0.4 else None
     scenario = replace(scenario, killed_s=killed_s)
     runs = tuple(_draw_run(rng, scenario) for _ in range(rng.choice((1, 2, 2))))
@@ -318,7 +317,7 @@ def _with_later_runs(scenario: Scenario) -> Scenario:
 
 def _draw_run(rng: random.Random, scenario: Scenario) -> Run:
     servers = list(scenario.run.servers)
-    if rng.random() < 0.5 and not (scenario.rule == "average" and scenario.killed_s):
+    if rng.random() < 0.5:
         rng.shuffle(servers)
         if not scenario.tables:  # they have a part for each shard
             servers = servers[: rng.randint(1, len(servers))]
@@ -327,7 +326,7 @@ def _draw_run(rng: random.Random, scenario: Scenario) -> Run:
         servers=tuple(servers),
         name=rng.choice(("run", "other", "other", "third", "third", "")),
         continues=rng.random() < 0.6,
-        killed_s=round(rng.uniform(0.3, 2.0), 3) if scenario.rule != "average" and rng.random() < 0.2 else None,
+        killed_s=round(rng.uniform(0.3, 2.0), 3) if rng.random() < 0.2 else None,
         rests_s=rng.choice((0.1, 0.1, 1.0, 2 * scenario.lease_s)),
     )
 

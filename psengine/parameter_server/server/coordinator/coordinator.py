@@ -85,6 +85,7 @@ class Coordinator(JobMemory):
         self._now_s = 0.0
         # When somebody was heard last, and since when somebody is heard again after all were silent.
         self._heard_s = self._leases_begin_s = -math.inf
+        self._member_heard_s = -math.inf  # when a member was
         self._decisions = Decisions(self)
         # Registration.
         self._registrar: Worker | None = None
@@ -123,6 +124,8 @@ class Coordinator(JobMemory):
             return self._settled()
         worker = self.workers.find(message, sender, self.name)
         worker.last_heard_s = now_s
+        if worker.state is WorkerState.MEMBER:
+            self._member_heard_s = now_s
         what = message.body.get("what", message.type.name.lower())
         if what not in self.hears:
             raise ProtocolError(f"{message.type.name} {what!r} is not said in job {self.name!r}")
@@ -199,13 +202,13 @@ class Coordinator(JobMemory):
     def _welcome_state(self, worker: Worker) -> str:
         if not worker.has_rule:
             return "reserved"
-        is_member = worker.state is WorkerState.MEMBER
+        is_member, is_joining = worker.state is WorkerState.MEMBER, worker.state is WorkerState.JOINING
         if self.state is JobState.NEW and worker is self._registrar:
             return "initialise"
         if self.state is not JobState.OPEN or (self.averages and self.view is None):
             return "wait"
-        if self.averages and not is_member:
-            return "join"
+        if self.averages and not is_member:  # once a member was heard since it came: all may be dead
+            return "join" if is_joining or self._member_heard_s >= worker.came_s else "wait"
         if self.averages:  # others deposit no state before a newcomer has read what it was admitted with
             return "ready" if worker.has_read or worker.has_begun or worker.first_step == 1 else "joined"
         return "wait" if worker.unreachable and not is_member else "ready"
@@ -329,7 +332,8 @@ class Coordinator(JobMemory):
         if worker.state is WorkerState.GONE:
             worker.advance("came")
             worker.leaving, worker.why_gone = None, ""
-        worker.route, worker.last_heard_s, worker.nonce = sender.route, self._now_s, body["nonce"]
+        worker.route, worker.nonce = sender.route, body["nonce"]
+        worker.last_heard_s = worker.came_s = self._now_s
         worker.host, worker.pid, worker.run, worker.hello = body["host"], body["pid"], body["run"], message.sequence
         worker.continues = body.get("continues", False)
         worker.process_id = sender.process

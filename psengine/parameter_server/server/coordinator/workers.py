@@ -76,6 +76,7 @@ class Worker:
     state: WorkerState = WorkerState.WAITING
     route: bytes = b""  # its newest control connection; b"" while it is expected and has not come back
     last_heard_s: float = 0.0
+    came_s: float = 0.0  # when it said HELLO last
     host: str = "unknown host"
     pid: int = 0
     run: str = ""
