@@ -364,11 +364,12 @@ class JobConnection(JobClient):
         if self.view is None:
             return
         specs, got = self.chunks.at(link.index), link.resumed["chunks"]
+        link.has_chunks = got >= len(specs)
         if not got and self._is_elsewhere(link):
             text = other_servers(self.options.job, self.view, why=f"with {link.name} among them, which has none")
             self.fail(ConfigurationError(f"{text} {self.named()}"))
             return
-        if got >= len(specs):
+        if link.has_chunks:
             self._take_back_up(link, now_s, self._lost_at(link) if former_epoch not in (0, link.epoch) else 0)
         elif self.options.averages:
             self._register_again(link, specs)
@@ -415,6 +416,7 @@ class JobConnection(JobClient):
         def registered(key: int, answer: Message | PSEngineError) -> None:
             missing.discard(key)
             if not missing and link.epoch == epoch and self.view is not None and isinstance(answer, Message):
+                link.has_chunks = True
                 self._take_back_up(link, self.runtime.now_s())
 
         for spec in specs:
@@ -456,7 +458,7 @@ class JobConnection(JobClient):
         is_led = self.view is not None and heard_s is not None and now_s - heard_s < self.lease_s
         may_push = is_led and not self.steps.is_frozen
         for link in self.links:
-            link.may_push = may_push and link.is_up and not self.is_lost(link)
+            link.may_push = may_push and link.is_up and link.has_chunks and not self.is_lost(link)
 
     def unreachable(self, now_s: float) -> list[int]:
         """The shards that this client could not reach for a lease."""

@@ -48,6 +48,7 @@ class Link(Channel):
         index: of the shard among all of the job; 0 is the lead's first.
         epoch: which life of the shard this is; 0 none yet.
         may_push: see the module's text; ``JobConnection`` keeps it.
+        has_chunks: the shard has all of the job's that are there.
         resumed: the body of the last RESUMED.
         versions: key -> version of the values that came last.
         sent: key -> the chunk's push that was sent and is not answered yet.
@@ -60,7 +61,7 @@ class Link(Channel):
         super().__init__(job, server, shard)
         self.index = index
         self.epoch = 0
-        self.may_push = False
+        self.may_push = self.has_chunks = False
         self.resumed: dict[str, Any] = {}
         self.versions: dict[int, int] = {}
         self.sent: dict[int, Push] = {}
