@@ -34,7 +34,6 @@ from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES, ErrorCode, Message
 _HEADER = struct.Struct("<4sHBBQQQIIQQQQQIBBHQ")
 HEADER_BYTES = _HEADER.size
 TYPE_AT = 6  # offset of the type; magic, protocol version and type lie alike in every version
-FLAGS_AT = 7
 _BODY_BYTES_AT = 80
 MAX_GROUP = 64  # messages
 

@@ -26,13 +26,7 @@ from psengine.parameter_server.client.addresses import keys_from_environment, pa
 from psengine.parameter_server.client.identity import DEFAULT_JOB, run_name
 from psengine.parameter_server.client.operation import wait_all
 from psengine.parameter_server.client.options import SessionOptions
-from psengine.parameter_server.client.partition import (
-    NamedTensors,
-    TensorImage,
-    cut_images,
-    parts_of,
-    received,
-)
+from psengine.parameter_server.client.partition import NamedTensors, TensorImage, cut_images, parts_of, received
 from psengine.parameter_server.client.table_parts import TableParts, read_tables
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.hyperparameters import wire_groups

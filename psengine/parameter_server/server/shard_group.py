@@ -10,7 +10,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait
 from contextlib import suppress
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar
 
 import zmq
@@ -65,9 +64,7 @@ class ShardGroup:
             self.authenticator = Authenticator(self._context, settings)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if not self.threads:
             for endpoint in self.endpoints:
                 endpoint.close(0)
