@@ -161,13 +161,15 @@ class Commit(Body, tag_field="what"):
 class Registered(Commit, tag="registered"):
     """Every shard has its chunks of a new job: its epoch as the registrar met it, and how many chunks, by shard.
 
-    ``servers``: their names, in order.
+    ``servers``: their names, in order. ``view``: nothing was registered, because shards have this view under the key,
+    or 0: chunks, or a later registration.
     """
 
     registration: bounds.Unsigned64
     servers: Annotated[list[bounds.ServerName], Meta(max_length=messages.MAX_SHARDS)]
     epochs: EpochsOfShards
     chunks: OfShards
+    view: bounds.ClaimedView | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         """Check that each shard is there twice."""

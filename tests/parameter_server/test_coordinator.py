@@ -260,6 +260,31 @@ def test_workers_without_a_rank_get_the_lowest_free_one_and_keep_it():
     assert "key" not in other.welcome
 
 
+def test_what_was_registered_after_the_leads_snapshot_is_found_by_a_shards_view():
+    bench = Bench(APPLY, 1)
+    first = bench.worker(0)
+    first.hello()
+    bench.restart(with_disk=True)
+    bench.wait(LEASE_S + 2 * TICK_S)
+    second, third = bench.worker(0), bench.worker(0)
+    assert (second.hello(), second.welcome["key"]) == ("initialise", first.welcome["key"])
+    bench.wait(LEASE_S + 2 * TICK_S)  # it dies before it has looked
+    assert (third.hello(), third.welcome["key"]) == ("initialise", first.welcome["key"])
+    third.register(view=5)
+    assert (third.welcome["state"], bench.view.number, bench.job.is_trained) == ("ready", 6, True)
+
+
+def test_where_shards_have_chunks_and_no_view_another_key_is_drawn():
+    bench = Bench(APPLY, 1)
+    worker = bench.worker(0)
+    worker.hello()
+    former = worker.welcome
+    assert refusal(lambda: worker.register(view=0)) == ErrorCode.STALE
+    bench.wait(TICK_S)
+    assert worker.welcome["registration"] > former["registration"]
+    assert worker.welcome["key"] != former["key"]
+
+
 # ---- ranks -------------------------------------------------------------------------------------------------------
 
 

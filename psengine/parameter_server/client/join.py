@@ -156,16 +156,19 @@ def _become_member(job: JobConnection, what: str, attempt: Callable[[int], Flow[
 def _initialise(
     job: JobConnection, layout: Sequence[ChunkSpec], initial: Callable[[ChunkSpec], torch.Tensor | None]
 ) -> Flow[None]:
-    """Give the job its values."""
-    number = job.registration_number
+    """Give the job its values, unless they are there."""
     yield from _ask_all(job, lambda: [_greeting(job, link) for link in job.links])
     epochs = [link.epoch for link in job.links]
     job.chunks.place(layout, balance([spec.size_bytes for spec in layout], len(job.links)))
     chunks = [len(job.chunks.at(link.index)) for link in job.links]
     facts = {"servers": list(job.options.addresses), "epochs": epochs, "chunks": chunks}
-    # A registration of a later WELCOME, which shards have learnt from here, would be taken for done.
-    if (latest := max(link.resumed["registration"] for link in job.links)) > job.registration_number:
-        yield [job.control.commit("registered", registration=latest, **facts)]  # is refused, and another drawn
+    here, number = [link.resumed for link in job.links], job.registration_number
+    others = [one["registration"] for one in here if one["registration"] not in (0, number)]
+    if others or any(one["chunks"] or one["view"] for one in here):
+        # A view under this key: others have registered the job, which its lead has lost. Else another key is drawn.
+        view = 0 if others else max(one["view"] for one in here)
+        yield [job.control.commit("registered", registration=max(others, default=number), view=view, **facts)]
+        return
     under_way: deque[Request] = deque()
     for spec in layout:
         link = job.links[job.chunks.shard_of[spec.key]]

@@ -229,7 +229,8 @@ class Link(Channel):
         if message.sequence == self._greeting:
             self.retry_at_s = now_s + RETRY_MOST_S
         if code == ErrorCode.NOT_LEADING and operation is None:  # it answers STATUS and ADMIN all the same
-            self.retry_at_s, self.resumed = math.inf, {"shards": [self.address], "chunks": 0, "registration": 0}
+            self.retry_at_s = math.inf
+            self.resumed = {"shards": [self.address], "chunks": 0, "registration": 0, "view": 0}
             self.greeted(now_s)
         elif code in (ErrorCode.FENCED, ErrorCode.NOT_MEMBER) and self.job.view is not None:
             # The shard has a view without this worker, of which the coordinator will tell.

@@ -447,9 +447,10 @@ class Coordinator(JobMemory):
         if not waiting or (waiting[0].rank and self.world_size > 1 and not self._had_registrar):
             return
         self._advance("begun")
-        self._had_registrar = True
         self._registrar, self.registration = waiting[0], self._next_registration()
-        self.key = self._interfaces.draw_key()
+        self._had_registrar = True
+        if self._may_return_s == -math.inf:  # else a restored key is tried first, under which shards may have a view
+            self.key, self.runs = self._interfaces.draw_key(), [self._registrar.run]
         if self._interfaces.settings.warns_of_loss and not self.averages:
             logger.warning(
                 "NOTHING IS DURABLE (durability memory): when this process ends, the model of job %r is LOST. Fix:"
@@ -467,7 +468,7 @@ class Coordinator(JobMemory):
             view = View(self.last_number, self._interfaces.epoch, (), tuple(self.epochs), world_size=self.world_size)
             self._empty = replace(message_of(view, self.key, self.number), view=view.number)
         self.view, self.key, self._registrar, self.decided = None, b"", None, 0
-        self._had_registrar = False
+        self._had_registrar, self._may_return_s = False, -math.inf
         for one in (self.epochs, self.chunks, self.servers, self.releases, self.came, self.merged, self.runs):
             one.clear()
         self.is_trained = False
@@ -533,10 +534,13 @@ class Coordinator(JobMemory):
     # ---- what workers say --------------------------------------------------------------------------------------
 
     def _hear_registered(self, worker: Worker, message: Message) -> None:
-        body = message.body
-        if (worker, body["registration"]) != (self._registrar, self.registration):
-            if worker is self._registrar and self.registration < body["registration"] <= INT64_MAX:
-                # A shard has a later one, of another lead's.
+        body, view = message.body, message.body.get("view")
+        is_present = (worker, body["registration"]) == (self._registrar, self.registration)
+        if is_present:
+            self._may_return_s = -math.inf
+        if not is_present or view == 0:
+            if worker is self._registrar and self.registration <= body["registration"] <= INT64_MAX:
+                # A shard has a later one, of another lead's, or chunks of this one.
                 self.registration, self._registrar = body["registration"], None
             raise self._stale("registered a model under an older registration")
         if self.state is JobState.NEW:
@@ -544,6 +548,11 @@ class Coordinator(JobMemory):
             self.servers = list(body["servers"])
             self._advance("registered")
             self._lost = ""
+            if view is None:
+                self.runs.clear()
+            else:  # a former life published it, and the run of then has trained
+                self.is_trained, self.registration = True, self._next_registration()
+                self.last_number = max(self.last_number, min(view, MAX_VIEW_NUMBER // 2))
 
     def _stale(self, what: str) -> ProtocolError:
         return ProtocolError(f"a worker of job {self.name!r} {what}; it has to begin this again", ErrorCode.STALE)
