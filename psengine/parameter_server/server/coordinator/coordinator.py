@@ -462,6 +462,7 @@ class Coordinator(JobMemory):
 
     def _reset(self) -> None:
         """Nothing of the job's life so far counts."""
+        self._empty = None
         if self.view is not None and self.view.members:
             # They may only be paused: a view without them has shards forget them, and one without chunks the values.
             self.last_number = self._next_number()
