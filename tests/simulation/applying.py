@@ -322,6 +322,9 @@ class ApplyingJob(Job):
             where = "worker {} is answered in step {} while worker {} has done {}, with a bound of {}"
             is_within = message.sequence - bound <= committed
             require(is_within, where, message.worker, message.sequence, rank, committed, bound)
+        are_here = len(self.world.views.came) >= self.scenario.workers or self.world.counts["later runs"]
+        where = "worker {} is answered in step {} before all have come, with a bound of {}"
+        require(are_here or message.sequence <= bound, where, message.worker, message.sequence, bound)
 
     def _may_lack(self, key: int, update: tuple[int, int]) -> bool:
         """Whether a shard that has lost this push may answer it."""

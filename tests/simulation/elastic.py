@@ -23,6 +23,8 @@ from simulation.job import Job
 from simulation.violation import require
 
 PAUSE = 0.1  # between two buckets, of what a batch takes
+# Where nothing else happens, nobody who lives is evicted: members of a view have a lease to come back to a server.
+DEATHS = {"kill lead", "kill worker", "kill workers", "checkpoint fails", "bits of a checkpoint flip"}
 
 
 class ElasticJob(Job):
@@ -200,5 +202,6 @@ class ElasticJob(Job):
         code = error.code if isinstance(error, ServerRefusedError) else type(error).__name__
         others = [one for one in self.world.processes if one.rank == process.rank and not one.is_dead]
         is_second = code == ErrorCode.DUPLICATE_RANK and len(others) > 0  # which of them goes is not promised
-        has_reason = code == ErrorCode.ENDED or is_second or not self._is_calm
+        is_spared = code == ErrorCode.FENCED and {one.kind for one in self.scenario.faults} <= DEATHS
+        has_reason = code == ErrorCode.ENDED or is_second or not (self._is_calm or is_spared)
         require(has_reason, "worker {} failed though nothing did: {}", process.rank, error)

@@ -237,6 +237,7 @@ OF_WORKERS = ("kill worker", "stop worker", "zombie", "evict")
 # In so many scenarios nobody reaches a server for two leases, and nothing else fails; in as many beside other faults.
 CUTS_OF_ALL = 0.04
 STRANGERS = 0.25  # the share of seeds that have one
+NEWCOMERS = 0.15  # ... of elastic ones where one is first at a server that restarts
 LITTLE_ROOM = 0.25  # in so many jobs whose servers average
 OF_DISKS = ("fsync fails", "disk full", "bits flip")
 READERS = 0.2  # in so many scenarios
@@ -493,7 +494,27 @@ def _draw_elastic(seed: int) -> Scenario:
     )
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
     faults = sorted((_draw_elastic_fault(rng, scenario) for _ in range(count)), key=lambda fault: fault.at_s)
-    return replace(scenario, faults=tuple(faults))
+    scenario = replace(scenario, faults=tuple(faults))
+    return _with_first_newcomer(scenario) if random.Random(f"newcomer {seed}").random() < NEWCOMERS else scenario
+
+
+def _with_first_newcomer(scenario: Scenario) -> Scenario:
+    """Nothing fails but the server, which begins with nothing, and a newcomer may be there before the members."""
+    rng = random.Random(f"first newcomer {scenario.seed}")
+    death = Fault("kill lead", round(rng.uniform(1.5, 4.0), 3), round(rng.uniform(0.1, 0.6), 3))
+    return replace(
+        scenario,
+        workers=1,
+        joins_s=(0.5, round(death.at_s + death.lasts_s + rng.uniform(-0.3, 0.2), 3)),
+        steps=8,
+        think_s=0.3,
+        snapshot_s=None,
+        keeps_log=False,
+        virtual_workers=rng.choice((3, 4)),
+        checkpoint_steps=1,
+        shares_checkpoints=True,
+        faults=(death,),
+    )
 
 
 def _draw_elastic_fault(rng: random.Random, scenario: Scenario) -> Fault:

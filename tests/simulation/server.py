@@ -6,6 +6,7 @@ methods are called here, and it never runs.
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 from collections import deque
@@ -34,6 +35,7 @@ from simulation.violation import Violation
 WALL_S = 1.7e9
 # How long a shard's thread takes to do what another thread asks for.
 LATE_S = (0.0, 0.005, 0.05)
+FIRST_S = 1.0  # those that begin until then were there long before
 # Of each shard, unless a scenario has less.
 MOST_BYTES = 1 << 30
 LIKE_ALL: dict[str, Any] = {"keep_history": False, "plugins": []}
@@ -109,7 +111,13 @@ class ServerProcess:
     def _make_coordinators(self) -> Coordinators:
         rng, is_connected = self._rng, self.connections.__contains__
         around = Interfaces(
-            self.epoch, self._settings, self._wall_s, _ignore, lambda: rng.randbytes(32), is_connected=is_connected
+            self.epoch,
+            self._settings,
+            self._wall_s,
+            _ignore,
+            lambda: rng.randbytes(32),
+            is_connected=is_connected,
+            started_s=self.clock.now_s if self.clock.now_s > FIRST_S else -math.inf,
         )
         return Coordinators(around)
 

@@ -15,12 +15,13 @@ class Views:
 
     Attributes:
         members: of the newest view: (incarnation, first step) by rank.
+        came: by rank, the incarnation that was in a view last.
     """
 
     def __init__(self, world) -> None:
         self._world = world
         self.members: dict[int, tuple[int, int]] = {}
-        self._last: dict[int, int] = {}  # by rank, the incarnation that was in a view last
+        self.came: dict[int, int] = {}
         self._published: dict[tuple[int, int], View] = {}
         self._members_since: list[tuple[float, frozenset[int]]] = []
         self._out_s: dict[int, float] = {}  # by incarnation, when it was dropped from a view
@@ -56,7 +57,7 @@ class Views:
 
     def member(self, rank: int) -> Any:
         """Who takes part with this rank, or did last."""
-        return self._processes.get((rank, self._last.get(rank, 0)))
+        return self._processes.get((rank, self.came.get(rank, 0)))
 
     def has(self, process) -> bool:
         """Whether this process takes part, as the coordinator knows it, or the newest view while there is none."""
@@ -128,5 +129,5 @@ class Views:
         for member in set(self.members.values()) - set(members.values()):
             self._out_s[member[0]] = now_s
         self.members = members
-        self._last.update({one.rank: one.incarnation for one in view.members})
+        self.came.update({one.rank: one.incarnation for one in view.members})
         self._members_since.append((now_s, frozenset(members)))

@@ -9,10 +9,10 @@ from psengine.parameter_server.server.coordinator import coordinator as module
 from psengine.parameter_server.server.coordinator.claims import Claims
 from psengine.parameter_server.server.coordinator.coordinator import Coordinator
 from psengine.parameter_server.server.coordinator.decisions import Bound, Merge
-from psengine.parameter_server.server.coordinator.states import JobState
+from psengine.parameter_server.server.coordinator.states import JobMemory, JobState
 from psengine.parameter_server.server.coordinator.workers import Workers
 from psengine.protocol.messages import MessageType
-from simulation.planted.registry import Bug, after, constant, plant, then
+from simulation.planted.registry import Bug, after, constant, plant, then, with_patch
 
 # ---- who takes part --------------------------------------------------------------------------------------------------
 
@@ -100,6 +100,9 @@ def _follow_the_fastest(decide, self, now_s):
     fastest = max((one.committed for one in self.members), default=0)
     with mock.patch.object(self, "_least", return_value=fastest):
         return decide(self, now_s)
+
+
+plant("a bound forgets who never came", Bound, "decide", with_patch(JobMemory, "missing", []))
 
 
 @plant("decisions go to worker 0 alone", Coordinator, "_send")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 from psengine.errors import CollectiveError
 from psengine.parameter_server.client.elastic import ElasticClient
 from psengine.parameter_server.server.coordinator import elastic as coordinator
@@ -61,6 +64,12 @@ def _keep_records(take, self, collective, source, newest):
 
 
 plant("a damaged checkpoint is taken for a whole one", documents, "_digest", constant(""))
+
+
+@plant("nobody is expected back at an elastic coordinator that restarts", ElasticCoordinator, "__init__")
+def _be_old(init, self, name, interfaces):
+    init(self, name, replace(interfaces, started_s=-math.inf))
+
 
 # ---- who plays whom --------------------------------------------------------------------------------------------------
 

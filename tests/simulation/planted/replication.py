@@ -12,7 +12,7 @@ from psengine.parameter_server.server.log.records import RecordKind
 from psengine.parameter_server.server.replication.election import ElectorError, Replace
 from psengine.parameter_server.server.replication.following import Following
 from psengine.parameter_server.server.replication.stream import Stream
-from psengine.parameter_server.server.replication.succession import Succession
+from psengine.parameter_server.server.replication.succession import Role, Succession
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from simulation.planted import registry
@@ -116,6 +116,13 @@ def _keep_term(ask, self, **facts):
 def _believe_open(heard, self, question, answer, now_s):
     is_open = isinstance(answer, ElectorError) and isinstance(question, Replace)
     heard(self, question, True if is_open else answer, now_s)
+
+
+@plant("a leader goes on when another is recorded", Succession, "_learn")
+def _stay(learn, self, recorded):
+    role = self.role
+    learn(self, recorded)
+    self.role = role if role is Role.LEADING else self.role
 
 
 # ---- whom clients believe --------------------------------------------------------------------------------------------
