@@ -31,6 +31,11 @@ def _rows(rule: Any) -> Values:
     return np.concatenate([[rule.version], found.ravel()])
 
 
+def chunk_count(shard: Any, job: int) -> int:
+    """How many chunks are at this shard, with values or not."""
+    return len(_rules(shard, job))
+
+
 def has_chunk(shard: Any, job: int, key: int) -> bool:
     """Whether a chunk is at this shard."""
     return key in _rules(shard, job)

@@ -110,7 +110,7 @@ class Views:
         servers = [self._world.cluster.leaders[index] for index in self._world.run.servers]
         shards = [server.shards[0] for server in servers] + [one for server in servers for one in server.shards[1:]]
         for shard, epoch, count in zip(shards, body["epochs"], body["chunks"], strict=True):
-            here = sum(1 for _ in inspection.chunks(shard, self._world.number))
+            here = inspection.chunk_count(shard, self._world.number)
             is_here = here >= count or shard.epoch != epoch or not outgoing
             require(is_here, "a model is registered, and {} of {} chunks are at shard {}", here, count, epoch)
 
