@@ -10,7 +10,8 @@ from support.server_process import running_server
 from support.shard_world import APPLY, spec
 from support.worker_sessions import crew
 
-from psengine.errors import PSEngineError
+from psengine.cli.main import main
+from psengine.errors import PSEngineError, ServerRefusedError
 
 SPECS = [spec(0, 1000), spec(1, 1000)]
 
@@ -22,8 +23,8 @@ def values(worker):
     return [float(landing[0]) for landing in landings]
 
 
-@pytest.mark.parametrize("restarts", [False, True])
-def test_a_run_that_names_other_servers_is_refused_by_name(tmp_path, restarts):
+@pytest.mark.parametrize(("restarts", "trained"), [(False, (0, 1)), (True, (0, 1)), (False, (0,))])
+def test_a_run_that_names_other_servers_is_refused_by_name(tmp_path, restarts, trained):
     with ExitStack() as stack:
 
         def start(name, **options):
@@ -37,7 +38,7 @@ def test_a_run_that_names_other_servers_is_refused_by_name(tmp_path, restarts):
             parameters = [torch.zeros(1), torch.zeros(1)]
             optimizer = torch.optim.SGD(parameters, lr=1.0)
             worker.attach_optimizer(SPECS, optimizer, dict(zip(("p0", "p1"), parameters, strict=True)))
-            for key in (0, 1):
+            for key in trained:
                 worker.push(key, torch.ones(1000), []).wait()
         if restarts:
             for name in "ab":
@@ -52,10 +53,24 @@ def test_a_run_that_names_other_servers_is_refused_by_name(tmp_path, restarts):
             "abc": "1 server more",
             "cab": "1 server more",
         }.items():
+            if names == "b" and 1 not in trained:
+                continue  # what it has is nobody's work
             with pytest.raises(PSEngineError) as caught, crew([at[name] for name in names], 1, SPECS, rule=APPLY):
                 pass
             got = f"(got {', '.join(at[name] for name in names)})"
             assert f"{theirs} {words}. Fix: " in str(caught.value), names
             assert got in str(caught.value), names
         with crew([at["a"], at["b"]], 1, SPECS, rule=APPLY) as (worker,):
-            assert values(worker) == [-1.0, -1.0]
+            assert values(worker) == [-1.0, -1.0 if 1 in trained else 0.0]
+
+
+def test_a_job_that_was_dropped_at_one_of_its_servers_is_lost_by_name():
+    with running_server() as first, running_server() as second:
+        addresses = [first.addresses[0], second.addresses[0]]
+        with crew(addresses, 1, SPECS, rule=APPLY):
+            pass
+        with pytest.raises(SystemExit):
+            main(["admin", "forget", "--job", "job", "--server-address", addresses[1]])
+        what = f"{addresses[1]} is without its weights \\(expected 1 chunks, got 0\\)"
+        with pytest.raises(ServerRefusedError, match=what), crew(addresses, 1, SPECS, rule=APPLY):
+            pass

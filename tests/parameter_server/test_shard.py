@@ -106,6 +106,9 @@ def test_a_later_registration_takes_the_place_of_one_that_nobody_is_at_work_with
     assert other.register(spec(), ONES).body["code"] == ErrorCode.FENCED
     assert other.begin(2)["chunks"] == 1  # who has the key goes on
     assert other.begin(3, key=key)["chunks"] == 0
+    assert Worker(world).pull(0).type is MessageType.VALUES  # another shard may refuse it yet
+    assert codes(other.push(0, 1, ONES)) == [ErrorCode.NOT_MEMBER]
+    other.register(spec(), ONES)
     assert world.shard.jobs[job_number("demo")].view is None
 
 

@@ -73,6 +73,7 @@ class Job(RuleContext):
         taken: the number of the last release that was taken.
         workers: by rank, of the view.
         registrars: connections that may register chunks.
+        claim: the RESUME by which it is to take another's place; None once it has.
         rules: its chunks, by key.
         blobs: by name, pieces by number.
 
@@ -95,6 +96,7 @@ class Job(RuleContext):
         self.taken = 0
         self.workers: dict[int, Worker] = {}
         self.registrars: set[bytes] = set()
+        self.claim: Message | None = None
         self.rules: dict[int, ChunkRule] = {}
         self.blobs: dict[str, dict[int, torch.Tensor]] = {}
         self._pieces: dict[str, int] = {}  # of each blob, with those at other shards

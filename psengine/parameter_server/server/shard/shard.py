@@ -87,6 +87,7 @@ class Shard:
         self.epoch = epoch
         self.settings = settings
         self.jobs: dict[int, Job] = {}
+        self._claims: dict[int, Job] = {}  # that are to take their places, by number: see ``_begin``
         self.append: Callable[[Record], object] | None = None
         self.changes = 0
         self.is_draining = False
@@ -111,9 +112,9 @@ class Shard:
             return [self._answer(MessageType.ERROR, message, sender, body=body)]
 
     def _apply(self, message: Message, sender: Sender) -> list[Outgoing]:
-        job = self.jobs.get(message.job)
         if message.type is MessageType.RESUME:
             return self._resume(message, sender)
+        job = self._job_of(message, sender)
         role, least = self._role(job, message, sender), LEAST_ROLE.get(message.type)
         if least is None or role < least:
             raise self._illegal(job, message, role)
@@ -130,6 +131,14 @@ class Shard:
         if not (is_of_life or self._is_replaying):
             raise ProtocolError("this server has restarted since", ErrorCode.STALE)
         return self._take[message.type](job, message, sender)
+
+    def _job_of(self, message: Message, sender: Sender) -> Job | None:
+        """The job that this is said of: who is to begin one anew sees nothing of the former one."""
+        claim = self._claims.get(message.job)
+        return claim if claim is not None and sender.route in claim.registrars else self.jobs.get(message.job)
+
+    def _known(self, number: int) -> list[Job]:
+        return [known[number] for known in (self.jobs, self._claims) if number in known]
 
     def _role(self, job: Job | None, message: Message, sender: Sender) -> Role:
         if job is None or message.worker == NOBODY:
@@ -179,12 +188,13 @@ class Shard:
                 worker.resumed = message.sequence
         if "registration" in message.body:
             self._begin(message, sender)
-        job, missing, replies = self.jobs.get(message.job), list[int](), list[Reply]()
+        job, missing, replies = self._job_of(message, sender), list[int](), list[Reply]()
         if job is not None and is_at_work and self._role(job, message, sender) is Role.MEMBER:
             missing, replies = job.resume(message.worker, message.body.get("open", ()))
             if len(missing) < len(message.body["open"]):
                 self._changed(job, message)  # their answers have left, or will
-        body = {**_facts_of(job), "missing": missing}
+        latest = max((one.registration for one in self._known(message.job)), default=0)
+        body = {**_facts_of(job), "missing": missing, "registration": latest}
         resumed = self._answer(MessageType.RESUMED, message, sender, body=body)
         return [resumed, *([] if job is None else self._outgoing(job, replies))]
 
@@ -200,6 +210,8 @@ class Shard:
     def _begin(self, message: Message, sender: Sender) -> None:
         """Somebody with a job's key came: for a new job, for a job that begins anew, or again.
 
+        What a shard has is replaced with the first chunk, or view: by then no other shard has refused.
+
         Raises:
             ProtocolError: the job is another's, or there is no place for it.
         """
@@ -207,13 +219,17 @@ class Shard:
         name, rule, registration, key = body["job"], body["rule"], body["registration"], body["key"]
         if job is not None and sender is not REPLAYED:
             job.check_place(body)
-        if job is not None and job.key == key:
+        known = self._known(message.job)
+        for other in known:
+            if other.key != key:
+                other.registrars.discard(sender.route)
+        if (same := next((one for one in known if one.key == key), None)) is not None:
             # A coordinator that restarted goes on with the key, and counts registrations anew.
-            job.registration = max(job.registration, registration)
-            if not self._is_current(job):  # else it is a member, or was put out
-                job.registrars.add(sender.route)
+            same.registration = max(same.registration, registration)
+            if not self._is_current(same):  # else it is a member, or was put out
+                same.registrars.add(sender.route)
             return
-        if job is not None and job.registration >= registration:
+        if any(one.registration >= registration for one in known):
             return  # RESUMED says it: its coordinator, that of another lead perhaps, draws a later one
         if job is not None and self._connected(job):
             raise ProtocolError(
@@ -227,10 +243,27 @@ class Shard:
                 self._drop_finished()
                 if len(self.jobs) >= MAX_JOBS:
                     raise too_many_jobs(MAX_JOBS, name)
-        self.jobs[message.job] = made = self._make(name, rule)
+        self._claims[message.job] = made = self._make(name, rule)
         made.registration, made.key, made.place = registration, key, body["place"][0]
         made.registrars.add(sender.route)
-        self._changed(made, message)
+        made.claim = message
+        if job is None or self._is_replaying:
+            self._install(made)
+
+    def _install(self, job: Job) -> None:
+        """A job that was only claimed takes its place.
+
+        Raises:
+            ProtocolError: what is there has been trained meanwhile, or has a later registration.
+        """
+        if (claim := job.claim) is None:
+            return
+        if (former := self.jobs.get(job.number)) is not None and not self._is_replaying:
+            former.check_place(claim.body)
+            if former.registration >= job.registration:
+                raise ProtocolError(f"job {job.name!r} was registered later by others", ErrorCode.STALE)
+        self.jobs[job.number], job.claim = self._claims.pop(job.number), None
+        self._changed(job, claim)
 
     def _make(self, name: str, rule: dict[str, Any]) -> Job:
         return self.make_job(name, rule, self._take_memory, self._note)
@@ -238,6 +271,7 @@ class Shard:
     def _view(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
         view, known = view_of(message.body), job.view
         check_digest(message, job.key, view)
+        self._install(job)
         is_known = known is not None and view.number <= known.number
         if is_known or not (self.epoch in view.shards or self._is_replaying):
             return []  # its sender learns by RESUMED what this shard holds, and in which life
@@ -273,6 +307,7 @@ class Shard:
     # ---- values ------------------------------------------------------------------------------------------------
 
     def _write(self, job: Job, message: Message, sender: Sender) -> list[Outgoing]:
+        self._install(job)
         version = _WRITES[message.type](job, message)
         self._changed(job, message)
         return [self._answer(MessageType.OK, message, sender, version=version)]
@@ -386,6 +421,7 @@ class Shard:
         """Forget all jobs: another server's come."""
         self.changes += bool(self.jobs)
         self.jobs.clear()
+        self._claims.clear()
 
     def begin_life(self, *, has_all: bool | None = None) -> None:
         """Go on from what was restored: who still waits for an answer says so by RESUME.
@@ -402,6 +438,7 @@ class Shard:
 
     def drop(self, number: int) -> bool:
         """Forget a job, with its values; whether there was one."""
+        self._claims.pop(number, None)
         if self.jobs.pop(number, None) is None:
             return False
         self.changes += 1
