@@ -364,10 +364,17 @@ class JobConnection(JobClient):
         if self.view is None:
             return
         specs, got = self.chunks.at(link.index), link.resumed["chunks"]
-        link.has_chunks = got >= len(specs)
-        if not got and self._is_elsewhere(link):
-            text = other_servers(self.options.job, self.view, why=f"with {link.name} among them, which has none")
-            self.fail(ConfigurationError(f"{text} {self.named()}"))
+        # Who has just come learns from the view alone how many chunks are to be here.
+        in_view = 0 if self.options.averages else sum(self.view.chunks[link.index : link.index + 1])
+        expected = max(len(specs), in_view)
+        link.has_chunks = got >= expected
+        differs, first = "", self.view.shards[: len(self.options.addresses)]
+        if link.index < len(first) and link.epoch in first and self.is_lost(link):  # no new life, but another server
+            differs = other_servers(self.options.job, self.view)
+        elif in_view and not got and self.view.servers != tuple(self.options.addresses):
+            differs = other_servers(self.options.job, self.view, why=f"with {link.name} among them, which has none")
+        if differs:
+            self.fail(ConfigurationError(f"{differs} {self.named()}"))
             return
         if link.has_chunks:
             self._take_back_up(link, now_s, self._lost_at(link) if former_epoch not in (0, link.epoch) else 0)
@@ -375,17 +382,12 @@ class JobConnection(JobClient):
             self._register_again(link, specs)
         else:
             text = (
-                f"job {self.options.job!r} is lost: {link.address} came back without its weights (expected"
-                f" {len(specs)} chunks, got {got}), from no snapshot that has them, or with another number of shards."
-                " Start the servers with --snapshot-dir, and the workers again from a checkpoint."
+                f"job {self.options.job!r} is lost: {link.address} is without its weights (expected {expected} chunks,"
+                f" got {got}): it came back from no snapshot that has them, or with another number of shards, or they"
+                f" were dropped. Fix: psengine admin forget --job {self.options.job} at each server, then start the"
+                " workers again from a checkpoint; servers with --snapshot-dir keep weights."
             )
             self.fail(ServerRefusedError(text, ErrorCode.STATE_LOST))
-
-    def _is_elsewhere(self, link: Link) -> bool:
-        """Whether a shard has none of the values that the job has there, and other servers are named."""
-        assert self.view is not None, "it is in one"
-        has_values = any(self.view.chunks[link.index : link.index + 1]) and not self.options.averages
-        return has_values and self.view.servers != tuple(self.options.addresses)
 
     def _lost_at(self, link: Link) -> int:
         """How many updates of each chunk a restarted shard lacks; its optimizers may be older, too."""
