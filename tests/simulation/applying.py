@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from oracles.payloads import decoded
 
+from psengine.errors import PSEngineError
 from psengine.parameter_server.client.flow import Flow
 from psengine.protocol.messages import Message, MessageType
 from simulation import inspection
@@ -44,11 +45,18 @@ class Version:
 
 @dataclass(eq=False)
 class Chunk:
-    """One chunk: its versions, the life of the server that has it, its shard there, and what was pushed to it."""
+    """One chunk.
+
+    Attributes:
+        versions: those it had.
+        epoch: the life of the server that has it.
+        place: that server's index, and the shard there; others may have kept it from another registration.
+        pushed: to it.
+    """
 
     versions: dict[int, Version] = field(default_factory=dict)
     epoch: int = 0
-    shard: int = 0
+    place: tuple[int, int] = (0, 0)
     pushed: dict[tuple[int, int], Values | None] = field(default_factory=dict)
 
     @property
@@ -102,6 +110,12 @@ class ApplyingJob(Job):
 
     def begin_anew(self) -> None:
         self.steps_done.clear()
+
+    def failed(self, process, error: PSEngineError) -> None:
+        """For all that the coordinator knows, who was a member has trained, and may be there for a lease."""
+        if process.receiver.last_view:
+            self._runs.add(process.options.run)
+            self.world.has_failed = True
 
     @property
     def is_trained(self) -> bool:
@@ -220,17 +234,21 @@ class ApplyingJob(Job):
         if kind is MessageType.PUSH and process is not None and not is_refused:
             self._note_push(process, message)
         found = {key: (version, values) for key, version, values in inspection.chunks(shard, self.world.number)}
+        place = server.index, shard.index
         for key, chunk in enumerate(self.chunks):
-            is_there = (chunk.epoch, chunk.shard) != (server.epoch, shard.index) or key in found
+            is_elsewhere = (chunk.epoch, chunk.place) != (server.epoch, place)
+            is_there = is_elsewhere or (key in found and found[key][0] >= chunk.version)
             may_go = not chunk.version or self.excused or (self._restarts and self.scenario.durability == "memory")
             require(is_there or may_go, "version {} of chunk {} was dropped", chunk.version, key)
         for key, (version, values) in found.items():
             chunk = self.chunks[key]
             is_registered = kind is MessageType.REGISTER and message.key == key and not is_refused
             is_registered = is_registered and not inspection.view_number(shard, self.world.number)[1]
-            if chunk.epoch != server.epoch or is_registered:
+            if is_registered:
                 self._begin(server, key, version, values)
-                chunk.shard = shard.index
+                chunk.place = place
+            elif place != chunk.place:
+                continue
             elif version != chunk.version:
                 self._take(server, shard, key, version, values, message if kind is MessageType.PUSH else None)
             elif kind is MessageType.PUSH:
@@ -249,7 +267,8 @@ class ApplyingJob(Job):
         chunk = self.chunks[key]
         chunk.epoch = server.epoch
         chunk.versions = {0: Version(values, State(values))}
-        self._promised[server.index].pop(key, None)
+        for promised in self._promised.values():
+            promised.pop(key, None)
         for taken in self.taken.values():
             taken.discard(key)
 
@@ -386,11 +405,13 @@ class ApplyingJob(Job):
         for shard in server.shards:
             for key, version, values in inspection.chunks(shard, self.world.number):
                 chunk = self.chunks[key]
+                if (server.index, shard.index) != chunk.place:
+                    continue
                 known = chunk.versions.get(version)
                 is_known = known is not None and np.array_equal(known.values, values)
                 require(is_known, "chunk {} came back as version {} with values that it never had", key, version)
                 chunk.versions = {number: one for number, one in chunk.versions.items() if number <= version}
-                chunk.epoch, chunk.shard = server.epoch, shard.index
+                chunk.epoch = server.epoch
                 restored[key] = self._restored[server.epoch, key] = version
                 for (number, step_), taken in self.taken.items():
                     process = self.world.all_processes[number]
@@ -413,8 +434,9 @@ class ApplyingJob(Job):
             is_there = process is None or (process.number, message.sequence) in chunk.versions[chunk.version].updates
             require(is_there, "who led before acknowledges what the leader of {} lacks", message.key)
 
-    def captured(self, shard: Any) -> dict[int, int]:
-        return {key: version for key, version, _ in inspection.chunks(shard, self.world.number)}
+    def captured(self, server, shard: Any) -> dict[int, int]:
+        chunks = inspection.chunks(shard, self.world.number)
+        return {key: version for key, version, _ in chunks if (server.index, shard.index) == self.chunks[key].place}
 
     def durable(self, server, note: dict[int, int]) -> None:
         if not self.scenario.keeps_updates:

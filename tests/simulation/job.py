@@ -66,7 +66,7 @@ class Job:
     def heard(self, process, shard: int, message: Message) -> None:
         """A worker is about to take what this shard said."""
 
-    def captured(self, shard: Any) -> dict[int, int]:
+    def captured(self, server, shard: Any) -> dict[int, int]:
         """What a snapshot will have of this shard, captured now: versions by chunk."""
         return {}
 

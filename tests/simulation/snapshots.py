@@ -203,7 +203,7 @@ class Snapshots:
             captured.state.coordinators = {number: one for number, one in known.items() if one is not None}
         captured.state.shards[index] = thread.shard.capture(self.store.last + 1, self.store.kept_rows())
         for training in self.world.trainings:
-            captured.note.setdefault(training.number, {}).update(training.job.captured(thread.shard))
+            captured.note.setdefault(training.number, {}).update(training.job.captured(self.server, thread.shard))
         if self.logs:
             captured.state.places[index] = self.logs[index].log.cut()
 

@@ -130,4 +130,4 @@ class Stranger:
         ]
         # Where somebody is connected, nobody else registers anything.
         is_alone = is_trained and not inspection.is_at_work(shard, training.number)
-        self._say(server, number, [said[2] if is_alone else rng.choice(said)], lambda: shard.changes)
+        self._say(server, number, [said[2], said[0]] if is_alone else [rng.choice(said)], lambda: shard.changes)

@@ -98,6 +98,7 @@ class Training:
         run: the present one.
         home: the servers that were named as the job's values were registered last.
         joins: whether members of a run that was killed may still count: nothing was trained since.
+        has_failed: a member of the present run has ended with an error.
         slots: its ranks.
         zombies: processes that do not know yet that they were replaced.
         readers: who reads what it trains, until it is over.
@@ -111,7 +112,7 @@ class Training:
         self.clock, self.network, self.counts = cluster.clock, cluster.network, cluster.counts
         self.faults = cluster.faults
         self.run, self._later = scenario.run, list(scenario.later)
-        self.home, self.joins = self.run.servers, False
+        self.home, self.joins, self.has_failed = self.run.servers, False, False
         self._rng = random.Random(f"{name} {scenario.seed}")
         self.slots = [Slot(self, rank) for rank in range(scenario.ranks)]
         self.zombies: list[WorkerProcess] = []
@@ -166,7 +167,8 @@ class Training:
     def _begin_next_run(self) -> None:
         """The same job, by other processes."""
         former, self.run = self.run, self._later.pop(0)
-        self.joins = former.killed_s is not None or (self.joins and not self.job.is_trained)
+        is_cut_short = self.has_failed or former.killed_s is not None
+        self.joins, self.has_failed = is_cut_short or (self.joins and not self.job.is_trained), False
         self.counts["later runs"] += 1
         self.scenario = self.job.scenario = replace(self.scenario, workers=self.run.workers)
         self.slots = [Slot(self, rank) for rank in range(self.scenario.ranks)]
@@ -298,8 +300,9 @@ class Training:
         """Why the present run may be refused as a whole: the values are elsewhere, or another's."""
         if not (self.job.is_trained or self.joins):
             return []
-        is_elsewhere = self.run.servers != self.home or self.scenario.snapshot_s is None or self.job.excused
-        return [ErrorCode.OTHER_SERVERS] * bool(is_elsewhere) + [ErrorCode.OTHER_RUN] * (not self.run.continues)
+        has_lost = not self.job.keeps_updates and self.counts["leads"] > self.cluster.scenario.servers
+        is_elsewhere = self.run.servers != self.home or has_lost
+        return [ErrorCode.OTHER_SERVERS] * is_elsewhere + [ErrorCode.OTHER_RUN] * (not self.run.continues)
 
     def _has_ended(self, process: WorkerProcess) -> bool:
         """Whether a worker came to a job that has ended, and nobody is in it; or its run was refused."""
