@@ -537,11 +537,13 @@ class Coordinator(JobMemory):
     def _hear_registered(self, worker: Worker, message: Message) -> None:
         body, view = message.body, message.body.get("view")
         is_present = (worker, body["registration"]) == (self._registrar, self.registration)
+        # Under a restored key shards may have more of an attempt before, whose registrar may still be at it.
+        is_usable = bool(view) or (view is None and self._may_return_s == -math.inf)
         if is_present:
             self._may_return_s = -math.inf
-        if not is_present or view == 0:
+        if not (is_present and is_usable):
             if worker is self._registrar and self.registration <= body["registration"] <= INT64_MAX:
-                # A shard has a later one, of another lead's, or chunks of this one.
+                # A shard has a later one, of another lead's, or something of this one.
                 self.registration, self._registrar = body["registration"], None
             raise self._stale("registered a model under an older registration")
         if self.state is JobState.NEW:
