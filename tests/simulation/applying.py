@@ -20,7 +20,7 @@ from psengine.parameter_server.client.flow import Flow
 from psengine.protocol.messages import Message, MessageType
 from simulation import inspection
 from simulation.job import Job
-from simulation.reference import OPTIMIZERS, State, Values, compensated, layout, numbers, step
+from simulation.reference import OPTIMIZERS, State, Values, compensated, is_near, layout, numbers, step
 from simulation.violation import require
 
 TOLERANCE = 1e-9
@@ -62,7 +62,7 @@ class Chunk:
     @property
     def version(self) -> int:
         """The newest."""
-        return max(self.versions, default=0)
+        return next(reversed(self.versions), 0)
 
 
 class ApplyingJob(Job):
@@ -186,7 +186,7 @@ class ApplyingJob(Job):
         place = process.number, push.key
         self._former[place] = self._residuals.get(place, np.zeros_like(values.numpy()))
         expected = self._former[place] + values.numpy() - self._decoded(push.message)
-        is_same = np.allclose(residual.numpy(), expected, rtol=1e-3, atol=1e-4)
+        is_same = is_near(residual.numpy(), expected, 1e-3, 1e-4)
         require(is_same, "worker {} has another residual of chunk {} than it left out", process.rank, push.key)
         self._residuals[place] = residual.numpy().copy()
 
@@ -233,25 +233,26 @@ class ApplyingJob(Job):
         is_refused = any(one.message.type is MessageType.ERROR for one in outgoing)
         if kind is MessageType.PUSH and process is not None and not is_refused:
             self._note_push(process, message)
-        found = {key: (version, values) for key, version, values in inspection.chunks(shard, self.world.number)}
-        place = server.index, shard.index
+        found, place = inspection.versions(shard, self.world.number), (server.index, shard.index)
         for key, chunk in enumerate(self.chunks):
             is_elsewhere = (chunk.epoch, chunk.place) != (server.epoch, place)
-            is_there = is_elsewhere or (key in found and found[key][0] >= chunk.version)
+            is_there = is_elsewhere or (key in found and found[key] >= chunk.version)
             may_go = not chunk.version or self.excused or (self._restarts and self.scenario.durability == "memory")
             require(is_there or may_go, "version {} of chunk {} was dropped", chunk.version, key)
-        for key, (version, values) in found.items():
+        for key, version in found.items():
             chunk = self.chunks[key]
             is_registered = kind is MessageType.REGISTER and message.key == key and not is_refused
             is_registered = is_registered and not inspection.view_number(shard, self.world.number)[1]
+            may_differ = place == chunk.place and (version != chunk.version or kind is MessageType.PUSH)
+            if not (is_registered or may_differ):
+                continue
+            values = inspection.values(shard, self.world.number, key)
             if is_registered:
                 self._begin(server, key, version, values)
                 chunk.place = place
-            elif place != chunk.place:
-                continue
             elif version != chunk.version:
                 self._take(server, shard, key, version, values, message if kind is MessageType.PUSH else None)
-            elif kind is MessageType.PUSH:
+            else:
                 is_same = np.array_equal(values, chunk.versions[version].values)
                 require(is_same, "chunk {} changed, and its version did not", key)
         for one in outgoing:
@@ -301,13 +302,13 @@ class ApplyingJob(Job):
         gradient = self._decoded(push)
         base = chunk.versions.get(push.version)
         expected = self._step(before, gradient, version - 1 - push.version, None)
-        is_same = np.allclose(values, expected.values, rtol=self._tolerance, atol=self._tolerance)
+        is_same = is_near(values, expected.values, self._tolerance, self._tolerance)
         if self.scenario.compensation and push.version < version - 1 and base is not None:
             other = self._step(before, gradient, version - 1 - push.version, base.values)
             # A worker that was out, and a shard that restarted, begin without a backup.
             may_lack = self._views.get((key, process.number)) != inspection.view_number(shard, self.world.number)
             if not (is_same and may_lack):
-                expected, is_same = other, np.allclose(values, other.values, rtol=self._tolerance)
+                expected, is_same = other, is_near(values, other.values, self._tolerance, 1e-8)
         require(is_same, "push {} of chunk {} made {} of {}", update, key, values, expected.values)
         chunk.versions[version] = Version(values, expected._replace(values=values), before.updates | {update})
 
@@ -403,10 +404,11 @@ class ApplyingJob(Job):
         self._started.add(server.index)
         restored: dict[int, int] = {}
         for shard in server.shards:
-            for key, version, values in inspection.chunks(shard, self.world.number):
+            for key, version in inspection.versions(shard, self.world.number).items():
                 chunk = self.chunks[key]
                 if (server.index, shard.index) != chunk.place:
                     continue
+                values = inspection.values(shard, self.world.number, key)
                 known = chunk.versions.get(version)
                 is_known = known is not None and np.array_equal(known.values, values)
                 require(is_known, "chunk {} came back as version {} with values that it never had", key, version)
@@ -435,8 +437,8 @@ class ApplyingJob(Job):
             require(is_there, "who led before acknowledges what the leader of {} lacks", message.key)
 
     def captured(self, server, shard: Any) -> dict[int, int]:
-        chunks = inspection.chunks(shard, self.world.number)
-        return {key: version for key, version, _ in chunks if (server.index, shard.index) == self.chunks[key].place}
+        versions = inspection.versions(shard, self.world.number)
+        return {key: one for key, one in versions.items() if (server.index, shard.index) == self.chunks[key].place}
 
     def durable(self, server, note: dict[int, int]) -> None:
         if not self.scenario.keeps_updates:

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
-from psengine.protocol.messages import Message
+from psengine.protocol.frames import decode
 
 _PLACE = struct.Struct("<d2q")
 # Of a message's header; the size of its body follows.
@@ -61,14 +61,15 @@ class Clock:
             shown = " ".join(str(part) for part in parts if not isinstance(part, bytes))
             self.trace.append(f"{self.now_s:9.4f} {what} {shown}")
 
-    def note_message(self, what: str, place: tuple[int, int], header: bytes, message: Message) -> None:
+    def note_message(self, what: str, place: tuple[int, int], frames: list[bytes]) -> None:
         """A message was sent or arrived at ``place``. Part of the digest: its header, all but the size of its body.
 
         A HELLO's process id is in the body, and differs from run to run.
         """
         self._digest.update(_PLACE.pack(self.now_s, *place))
-        self._digest.update(header[:_DIGESTED_BYTES])
+        self._digest.update(frames[0][:_DIGESTED_BYTES])
         if self.trace is not None:
+            message = decode(frames)
             shown = message.worker, message.incarnation, message.key, message.sequence, message.version
             self.trace.append(f"{self.now_s:9.4f} {what} {place[0]} {place[1]} {message.type.name} {shown}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,10 +16,15 @@ def _rules(shard: Any, job: int) -> dict[int, Any]:
     return shard.jobs[job].rules if job in shard.jobs else {}
 
 
-def chunks(shard: Any, job: int) -> Iterator[tuple[int, int, Values]]:
-    """(key, version, values) of each chunk."""
-    for key, rule in _rules(shard, job).items():
-        yield key, rule.version, rule.values.numpy().copy() if rule.spec.table is None else _rows(rule)
+def versions(shard: Any, job: int) -> dict[int, int]:
+    """By chunk."""
+    return {key: rule.version for key, rule in _rules(shard, job).items()}
+
+
+def values(shard: Any, job: int, key: int) -> Values:
+    """A copy of a chunk's."""
+    rule = _rules(shard, job)[key]
+    return rule.values.numpy().copy() if rule.spec.table is None else _rows(rule)  # type: ignore[no-any-return]
 
 
 def _rows(rule: Any) -> Values:

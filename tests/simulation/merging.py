@@ -7,14 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from psengine.protocol.messages import Message, MessageType
 from psengine.protocol.views import release_of, view_of
 from simulation import inspection
 from simulation.applying import ApplyingJob, Version
-from simulation.reference import State, Values, average, numbers
+from simulation.reference import State, Values, average, is_near, numbers
 from simulation.violation import require
 
 WEIGHTS = (1.0, 1.0, 2.0, 8.0)  # powers of two: products with them are exact
@@ -120,13 +119,13 @@ class MergingJob(ApplyingJob):
     def applied(self, server, shard: Any, message: Message, outgoing: list[Any]) -> None:
         self._told.update(release.number for release in _releases_in(message))
         super().applied(server, shard, message, outgoing)
-        for key, _, _ in inspection.chunks(shard, self.world.number):
+        for key in inspection.versions(shard, self.world.number):
             self._last[server.epoch, key] = inspection.last_merge(shard, self.world.number, key)
 
     def server_started(self, server) -> None:
         super().server_started(server)
         for shard in server.shards:
-            for key, _, _ in inspection.chunks(shard, self.world.number):
+            for key in inspection.versions(shard, self.world.number):
                 self._last[server.epoch, key] = inspection.last_merge(shard, self.world.number, key)
 
     def _begin(self, server, key: int, version: int, values: Values) -> None:
@@ -186,7 +185,7 @@ class MergingJob(ApplyingJob):
         return before - average([(values.astype(dtype), one) for values, one in zip(pushed, weights, strict=True)])
 
     def _is_near(self, expected: Values, values: Values) -> bool:
-        return np.allclose(expected, values, rtol=self._tolerance, atol=self._tolerance)
+        return is_near(expected, values, self._tolerance, self._tolerance)
 
     def _check_same(self, number: int, key: int, updates: Updates) -> None:
         """The same contributions in every chunk, where no server has gone back to a snapshot, and lost some."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,8 +38,18 @@ def layout(chunks: int, numel: int, dtype: torch.dtype) -> list[ChunkSpec]:
 
 def numbers(count: int, *names: Any) -> Values:
     """``count`` numbers from -0.5 to 0.5 that are these names' own."""
-    seed = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
-    return np.random.Generator(np.random.PCG64(int.from_bytes(seed, "little"))).random(count) - 0.5
+    return _drawn(count, repr(names)) - 0.5
+
+
+@lru_cache(maxsize=1024)  # the oracle draws again what a worker drew, and a generator takes long to make
+def _drawn(count: int, names: str) -> Values:
+    seed = hashlib.blake2b(names.encode(), digest_size=8).digest()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(seed, "little"))).random(count)
+
+
+def is_near(values: Values, expected: Values, relative: float, absolute: float) -> bool:
+    """``np.allclose`` of finite numbers, in a fifth of its time."""
+    return bool((np.abs(values - expected) <= absolute + relative * np.abs(expected)).all())
 
 
 def average(parts: Sequence[tuple[Values, float]]) -> Values:

@@ -68,9 +68,7 @@ def _begin() -> None:
     warnings.simplefilter("error")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
-    # Between runs a run's cycles are most of what a collection looks at; what was imported never is garbage.
     gc.disable()
-    gc.freeze()
 
 
 def run_batch(seeds: range) -> Coverage:
@@ -83,6 +81,7 @@ def run_batch(seeds: range) -> Coverage:
         coverage.add(Coverage(*seen))
         if number % SEEDS_PER_COLLECTION == 0:
             gc.collect()
+            gc.freeze()  # what is left was imported, perhaps by a run, as torch does, and never is garbage
     return coverage
 
 

@@ -296,12 +296,16 @@ class SimulatedThread(shard_thread.ShardThread):
 
     def take(self, route: bytes, frames: list[bytes]) -> None:
         """A message came."""
-        message, world = decode(frames), self._server.world
-        world.clock.note_message("to shard", (self._server.host, self.shard.index), frames[0], message)
-        world.faults.noticed(message.type.name)
-        self._asked_by = message
+        world = self._server.world
+        world.clock.note_message("to shard", (self._server.host, self.shard.index), frames)
+        world.faults.noticed(MessageType(frames[0][TYPE_OFFSET]).name)
+        self._asked_by = None
         self._take(Received(route, "", frames, PART))
         self._send_group()
+
+    def _handle(self, sender: Sender, message: Message) -> None:
+        self._asked_by = message
+        super()._handle(sender, message)
 
     def tick(self) -> None:
         """Some time has passed."""

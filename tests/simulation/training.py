@@ -147,6 +147,8 @@ class Training:
 
     @property
     def _has_run_ended(self) -> bool:
+        if not self.slots[0].is_done:  # it is asked after each event
+            return False
         return all(slot.is_done for slot in self.slots) and all(zombie.is_dead for zombie in self.zombies)
 
     def where(self) -> str:

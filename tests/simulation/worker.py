@@ -268,7 +268,7 @@ class WorkerProcess:
         except ProtocolError as error:
             socket.channel.garbled(error)
             return
-        self.clock.note_message("to worker", (self.rank, self.number), frames[0], message)
+        self.clock.note_message("to worker", (self.rank, self.number), frames)
         self.world.faults.noticed(message.type.name)
         server = socket.server % self.world.scenario.servers
         if message.term < self._terms.get(server, 0) or not socket.channel.is_connected:

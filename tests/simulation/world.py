@@ -137,7 +137,7 @@ class Simulation:
             raise Violation(f"not over {longest_s:g} s after the last fault: {self.where()}")
 
     def _is_over(self) -> bool:
-        return all(training.is_over for training in self.trainings)
+        return self.training.is_over and all(training.is_over for training in self.trainings)
 
     def where(self) -> str:
         """Who waits for what."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from psengine.errors import ProtocolError
@@ -135,6 +136,9 @@ class Worker:
         return ViewMember(self.rank, self.incarnation, self.user_id, self.first_step)
 
 
+_RANK = attrgetter("rank")
+
+
 class Workers:
     """All that are known of one job, by rank; see the module's text."""
 
@@ -143,7 +147,7 @@ class Workers:
 
     def of(self, *states: WorkerState) -> list[Worker]:
         """Those in one of these states, by rank."""
-        return sorted((one for one in self.by_rank.values() if one.state in states), key=lambda one: one.rank)
+        return sorted([one for one in self.by_rank.values() if one.state in states], key=_RANK)
 
     @property
     def members(self) -> list[Worker]:
