@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from psengine.environment.processes import has_exited
 from psengine.environment.variables import RUN_ID
 
 GRACE_S = 3.0
@@ -24,7 +26,8 @@ def end_left_behind(mark: str, grace_s: float = GRACE_S) -> int:
 
     Sends SIGTERM, and SIGKILL after ``grace_s`` or at a signal meanwhile. Finds none where there is no /proc.
     """
-    found = remaining = _marked(mark)
+    remaining = _marked(mark)
+    found = set(remaining)
     try:
         _signal(found, signal.SIGTERM)
         deadline_s = time.monotonic() + grace_s
@@ -33,7 +36,9 @@ def end_left_behind(mark: str, grace_s: float = GRACE_S) -> int:
             remaining = _marked(mark)
     finally:
         for _ in range(100):  # a process that the kernel does not let go is given up after a second
-            if not (remaining := _marked(mark)):
+            found.update(remaining := _marked(mark))
+            # The kernel frees a process's memory, and the mark in it, before its files: its addresses are taken still.
+            if all(map(has_exited, found)):
                 break
             _signal(remaining, signal.SIGKILL)
             time.sleep(0.01)
@@ -52,7 +57,7 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
-def _signal(pids: list[int], number: int) -> None:
+def _signal(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
