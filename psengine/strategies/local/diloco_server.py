@@ -21,9 +21,7 @@ from psengine.parameter_server.chunk_codecs import only_gradients
 from psengine.parameter_server.client.operation import wait_all
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.strategies.local.fragments import parameter_buckets
-from psengine.strategies.local.options import RoundOptions
-from psengine.strategies.local.outer_step import OuterStep
-from psengine.strategies.local.rounds import Part, Rounds
+from psengine.strategies.local.rounds import OuterStep, Part, RoundOptions, Rounds
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
 from psengine.strategies.servers.chunked_replica import ChunkedReplica
 from psengine.strategies.servers.pushes import Pushes

@@ -3,7 +3,7 @@
 ::
 
     average                 parameters ─ sum over ranks / W ─► parameters          no codec, no outer step
-    with an outer step      see ``outer_step.py``
+    with an outer step      see ``OuterStep``
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from psengine.collectives.base import Collective
 from psengine.strategies.batch_weights import TotalWeight
 from psengine.strategies.bucket_sums import BucketSums, make_sum
 from psengine.strategies.exchange import BucketExchange, Driver
-from psengine.strategies.local.options import RoundOptions
-from psengine.strategies.local.outer_step import OuterStep
-from psengine.strategies.local.rounds import Part
+from psengine.strategies.local.rounds import OuterStep, Part, RoundOptions
 from psengine.tensors.bucket import Allocator, Bucket
 from psengine.tensors.bucket_plan import plan_buckets
 from psengine.tensors.share import Share

@@ -22,9 +22,7 @@ from psengine.codecs.registry import resolve_codec
 from psengine.strategies.base import Capabilities
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.local.fragments import Fragment, cut
-from psengine.strategies.local.options import RoundOptions
-from psengine.strategies.local.outer_step import OuterStep
-from psengine.strategies.local.rounds import Rounds
+from psengine.strategies.local.rounds import OuterStep, RoundOptions, Rounds
 
 
 class LocalSteps(Rounds):

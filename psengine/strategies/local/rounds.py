@@ -15,18 +15,172 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import torch
-from typing_extensions import override
+from msgspec import Meta
+from typing_extensions import Self, override
 
-from psengine.errors import ConfigurationError
+from psengine.errors import ConfigurationError, ProtocolError
+from psengine.protocol.bodies import convert
 from psengine.strategies.base import StepStrategy
 from psengine.strategies.exchange import Step
-from psengine.strategies.local.options import RoundOptions
-from psengine.strategies.local.outer_step import OuterStep
-from psengine.strategies.local.scaled_step import ScaledStep
+from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import Share
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundOptions:
+    """When replicas synchronise, and by which outer step; steps are counted from 1.
+
+    Attributes:
+        every: local steps of a round, in which each part is exchanged once.
+        fragments: number of parts of the model that are exchanged in turn.
+        overlap: local steps that are taken while a part travels.
+        keep: with ``overlap``, the share of its own parameters that a replica keeps when a part arrives; the rest is
+            what all agreed on (alpha in https://arxiv.org/abs/2501.18512).
+        outer_lr: learning rate of the outer step; 1 without momentum averages parameters.
+        outer_momentum: its Nesterov momentum; 0 is plain SGD.
+    """
+
+    every: Annotated[int, Meta(ge=1)]
+    fragments: Annotated[int, Meta(ge=1)] = 1
+    overlap: Annotated[int, Meta(ge=0)] = 0
+    keep: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    outer_lr: Annotated[float, Meta(gt=0, lt=1e6)] = 1.0
+    outer_momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+
+    def __post_init__(self) -> None:
+        """Check what belongs together."""
+        if self.fragments > self.every:
+            raise ValueError(
+                f"a step exchanges one fragment (expected at most fragments={self.every}, got {self.fragments})"
+            )
+        if self.overlap >= self.every:
+            raise ValueError(
+                f"a fragment arrives before it leaves again (expected overlap < every={self.every}, got {self.overlap})"
+            )
+
+    @classmethod
+    def checked(cls, strategy: str, **options: Any) -> Self:
+        """The options of ``strategy``.
+
+        Raises:
+            ConfigurationError: one is out of its range, or they do not fit together.
+        """
+        try:
+            made: Self = convert(options, cls, f"strategy {strategy!r}")
+        except ProtocolError as error:
+            raise ConfigurationError(f"{error}. Fix: give other values, or leave the options out") from None
+        return made
+
+    def leaving(self, step: int) -> int | None:
+        """The part that leaves after ``step``."""
+        places = [(index + 1) * self.every // self.fragments % self.every for index in range(self.fragments)]
+        return places.index(step % self.every) if step % self.every in places else None
+
+
+class OuterStep:
+    """The outer step of DiLoCo: torch.optim.SGD with the average of the replicas' differences.
+
+    ::
+
+        anchor - parameters ─ codec ─ average ─► outer gradient
+        anchor ─ SGD with the outer gradient ─► anchor ─► parameters
+
+    The anchors of ``parameters``, given by name, are what replicas agreed on last; they have the same bits on all.
+
+    Attributes:
+        anchors: what replicas agreed on last, by name of the parameter.
+        optimizer: of the anchors.
+    """
+
+    @torch.no_grad()
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], options: RoundOptions) -> None:
+        self._parameters: list[torch.Tensor] = list(parameters.values())
+        self.anchors = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        momentum = options.outer_momentum
+        self.optimizer = torch.optim.SGD(
+            list(self.anchors.values()), options.outer_lr, momentum, nesterov=momentum > 0, foreach=False
+        )
+
+    def settle(self) -> None:
+        """The parameters become the anchors, and the momentum begins anew."""
+        self.follow()
+        self.optimizer.state.clear()
+
+    def follow(self) -> None:
+        """The parameters become the anchors."""
+        torch._foreach_copy_(list(self.anchors.values()), self._parameters)
+
+    def anchors_of(self, bucket: Bucket) -> list[torch.Tensor]:
+        """The anchors of a bucket's parameters."""
+        return [self.anchors[name] for name in bucket.names]
+
+    def differences(self, bucket: Bucket) -> list[torch.Tensor]:
+        """How far a bucket's parameters went from their anchors."""
+        return list(torch._foreach_sub(self.anchors_of(bucket), bucket.parameters))
+
+    def take(self, bucket: Bucket, average: torch.Tensor) -> None:
+        """Step the anchors of a bucket's parameters with the average of differences, laid out like its memory."""
+        anchors = self.anchors_of(bucket)
+        gradients = [torch.empty_like(anchor) for anchor in anchors]
+        bucket.unpack(gradients, average)
+        for anchor, gradient in zip(anchors, gradients, strict=True):
+            anchor.grad = gradient
+        self.optimizer.step()
+        for anchor in anchors:
+            anchor.grad = None
+
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Copies of anchors and momenta, by name of the parameter."""
+        slots = {name: self.optimizer.state.get(one, {}).get("momentum_buffer") for name, one in self.anchors.items()}
+        return {
+            "anchors": {name: anchor.clone() for name, anchor in self.anchors.items()},
+            "momenta": {name: slot.clone() for name, slot in slots.items() if slot is not None},
+        }
+
+    def load(self, state: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Continue from ``state()``; KeyError where a parameter has none."""
+        self.optimizer.state.clear()
+        for name, anchor in self.anchors.items():
+            anchor.copy_(state["anchors"][name])
+            if name in state["momenta"]:
+                momentum = torch.empty_like(anchor).copy_(state["momenta"][name])
+                self.optimizer.state[anchor]["momentum_buffer"] = momentum
+
+
+class ScaledStep:
+    """The steps of ``optimizer`` under ``torch.amp.GradScaler``, which calls them always from now on.
+
+    By default the scaler does not call ``step`` at all where this rank's gradients overflowed; no other rank would know.
+    An optimizer whose ``_step_supports_amp_scaling`` is True is always called, with ``grad_scale`` and ``found_inf``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        # A fused optimizer's kernel unscales, and leaves out the step, by itself.
+        self._scales_itself = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+
+    def take(self, local_step: Callable[[], Any]) -> Any:
+        """``local_step()``; nothing where the scaler found a gradient that is not finite."""
+        found_inf: torch.Tensor | None = getattr(self.optimizer, "found_inf", None)
+        if found_inf is None or self._scales_itself:
+            return local_step()
+        scale: torch.Tensor | None = getattr(self.optimizer, "grad_scale", None)
+        # torch's plain optimizers refuse to step with them; the scaler deletes both afterwards.
+        self.optimizer.grad_scale = self.optimizer.found_inf = None  # type: ignore[attr-defined]
+        if bool(found_inf):
+            return None
+        if scale is not None:  # None: the script has called scaler.unscale_
+            factor = scale.double().reciprocal().float().item()
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(factor)
+        return local_step()
 
 
 class Part(ABC):
