@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from psengine.collectives.base import Collective
 from psengine.collectives.c10d import C10dCollective
-from psengine.collectives.hierarchy.collective import HierarchicalCollective
+from psengine.collectives.hierarchical import HierarchicalCollective
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective
 from psengine.collectives.solo import SoloCollective
 from psengine.environment.variables import default_collective

@@ -154,8 +154,9 @@ class OuterStep:
 class ScaledStep:
     """The steps of ``optimizer`` under ``torch.amp.GradScaler``, which calls them always from now on.
 
-    By default the scaler does not call ``step`` at all where this rank's gradients overflowed; no other rank would know.
-    An optimizer whose ``_step_supports_amp_scaling`` is True is always called, with ``grad_scale`` and ``found_inf``.
+    By default the scaler does not call ``step`` at all where this rank's gradients overflowed; no other rank would
+    know. An optimizer whose ``_step_supports_amp_scaling`` is True is always called, with ``grad_scale`` and
+    ``found_inf``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
