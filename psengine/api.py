@@ -22,7 +22,7 @@ from psengine.strategies.local.local_steps import Diloco, LocalSteps
 from psengine.strategies.registry import register_strategy
 from psengine.strategies.servers.asynchronous import AsyncServer
 from psengine.strategies.servers.sync import SyncServer
-from psengine.strategies.sharding.sync import SyncShardedOptimizer
+from psengine.strategies.sharding import SyncShardedOptimizer
 from psengine.strategies.statistics import Statistics
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 from psengine.tables.embedding import ServerEmbedding, ServerEmbeddingBag

@@ -6,18 +6,22 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
 from psengine.cli.console import open_console
-from psengine.cli.status_overview import Overview, StatusSource, ask_all, open_sources
-from psengine.cli.status_table import events_view, jobs_view, servers_table
+from psengine.cli.status_overview import Overview, ServerReport, StatusSource, ask_all, open_sources, shard_bytes
+from psengine.parameter_server.overview import percentile
+from psengine.parameter_server.status_model import Event, JobStatus, WorkerStatus
 
 EXIT_UNHEALTHY = 1
 EVENT_LINES = 5
@@ -35,6 +39,11 @@ ServerAddress = Annotated[
     ),
 ]
 TimeoutS = Annotated[float, typer.Option("--timeout-s", help="Deadline of one answer.", min=0.1, max=600.0)]
+# Narrower, the servers' table has no columns of traffic.
+TRAFFIC_WIDTH = 80
+STATE_STYLES = {"live": "green", "joining": "cyan", "silent": "bold red"}
+ALARMING_EVENTS = {"evicted", "snapshot_failed", "memory", "log_low", "log_full", "log_failed"}
+UNKNOWN = "-"
 
 
 def register(app: typer.Typer) -> None:
@@ -116,3 +125,193 @@ class _View:
             yield Text(text, "yellow")
         for text in self.problems:
             yield Text(text, "bold red")
+
+
+@dataclass(frozen=True)
+class _Column:
+    """A column of the workers' table."""
+
+    title: str
+    width: int
+    cell: Callable[[WorkerStatus], RenderableType]
+    is_text: bool = False
+
+
+def _plain(name: str) -> Callable[[WorkerStatus], str]:
+    return lambda worker: _number(getattr(worker, name))
+
+
+def _ms(name: str) -> Callable[[WorkerStatus], str]:
+    return lambda worker: UNKNOWN if (seconds := getattr(worker, name)) is None else _number(seconds * 1e3)
+
+
+# The first ones that fit are shown.
+_COLUMNS = (
+    _Column("rank", 4, _plain("rank")),
+    _Column("state", 7, lambda w: Text(w.state, STATE_STYLES[w.state]), True),
+    _Column("step", 7, _plain("step")),
+    _Column("lag", 4, _plain("lag")),
+    _Column("heard", 6, lambda w: _seconds(w.silent_s)),
+    _Column("ms/step", 7, _ms("step_s")),
+    _Column("stale", 6, lambda w: _pair(w.staleness_p50, w.staleness_p99)),
+    _Column("steps/s", 7, _plain("steps_per_s")),
+    _Column("loss", 8, _plain("loss")),
+    _Column("host", 14, lambda w: Text(f"{w.host}:{w.pid}" if w.pid else w.host), True),
+    _Column("compute", 7, _ms("compute_s")),
+    _Column("blocked", 7, _ms("blocked_s")),
+    _Column("refused", 7, _plain("refused")),
+    _Column("samples/s", 9, _plain("samples_per_s")),
+    _Column("pushes", 8, _plain("pushes")),
+    _Column("waits for", 9, lambda w: ",".join(map(str, w.waiting_for)) or UNKNOWN, True),
+)
+
+
+def jobs_view(overview: Overview, width: int) -> RenderableType:
+    """Every job: what it is, its counters, its workers."""
+    parts: list[RenderableType] = []
+    for name, job in overview.jobs.items():
+        parts += [_headline(name, job), _counters(job), workers_table(job, width)]
+        parts += [*_departed(job, overview.unix_s), Text()]
+    if not overview.jobs and any(not report.error for report in overview.reports):
+        parts = [Text("no job to show: a job begins when its first worker comes", style="dim"), Text()]
+    return Group(*parts)
+
+
+def workers_table(job: JobStatus, width: int) -> RenderableType:
+    """A row for each worker, with as many columns as fit."""
+    if not job.workers:
+        return Text("  no workers now", style="dim")
+    ends = accumulate(column.width + 2 for column in _COLUMNS)
+    columns = [column for column, end in zip(_COLUMNS, ends, strict=True) if end <= width]
+    table = _table()
+    for column in columns:
+        table.add_column(
+            column.title,
+            justify="left" if column.is_text else "right",
+            min_width=min(column.width, len(column.title)),
+            max_width=column.width,
+            no_wrap=True,
+            overflow="ellipsis",
+        )
+    for worker in job.workers:
+        style = "red" if worker.state == "silent" else ""
+        table.add_row(*(column.cell(worker) for column in columns), style=style)
+    return table
+
+
+def servers_table(reports: Sequence[ServerReport], width: int) -> RenderableType:
+    """A row for each shard."""
+    table = _table()
+    table.add_column("server", overflow="fold")
+    table.add_column("shard", justify="right", no_wrap=True)
+    table.add_column("durability", no_wrap=True)
+    for title in ("memory", *(("MB in", "MB out") if width >= TRAFFIC_WIDTH else ())):
+        table.add_column(title, justify="right", no_wrap=True)
+    for report in reports:
+        if report.error:
+            table.add_row(Text(report.address, "bold red"), "", "", Text("does not answer", "bold red"))
+        for shard in report.shards:
+            moved = [_number(amount / 1e6) for amount in shard_bytes(shard)]
+            memory = f"{_megabytes(shard.memory_bytes)} / {_megabytes(shard.max_memory_bytes)}"
+            name = _server_name(report) if shard is report.shards[0] else ""
+            cells = (name, str(shard.index), report.facts.durability or UNKNOWN, memory, *moved)
+            table.add_row(*cells[: len(table.columns)])
+    return table
+
+
+def events_view(events: Sequence[Event], most: int) -> RenderableType:
+    """The last few, below each other."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for event in events[-most:]:
+        clock = time.strftime("%H:%M:%S", time.localtime(event.unix_s))
+        job = f"{event.job}  " if event.job else ""
+        style = "red" if event.kind in ALARMING_EVENTS else ""
+        table.add_row(clock, Text.assemble((job, "dim"), (event.text, style)))
+    return table
+
+
+def _headline(name: str, job: JobStatus) -> Text:
+    is_short = job.members < job.expected_workers
+    of = f" of {job.expected_workers}" if is_short else ""
+    count = f"{job.members}{of} worker{'s' if job.members != 1 or is_short else ''}"
+    since = "" if job.version_min == job.version_max else f"{job.version_min} to "
+    version = f"version {since}{job.version_max}"
+    size = f"{_megabytes(job.values_bytes)} in {job.chunks} chunks"
+    style = "yellow" if is_short else ""
+    return Text.assemble(
+        ("job ", "dim"), (name, "bold"), f"  {job.rule_text}  ", (count, style), f"  {size}  {version}"
+    )
+
+
+def _counters(job: JobStatus) -> Text:
+    text = Text(f"  applied {job.applied}", style="")
+    if job.averaged:
+        text.append(f"  averaged {job.averaged}")
+    # A worker that abstained only asked for weights: nothing was refused.
+    refused = {reason: count for reason, count in job.refused.items() if count and reason != "abstained"}
+    if refused:
+        listed = ", ".join(f"{count} {reason}" for reason, count in refused.items())
+        text.append(f"  refused {sum(refused.values())} ({listed})", "yellow")
+    for name in ("duplicates", "non_finite", "evicted"):
+        if getattr(job, name):
+            style = "yellow" if name != "duplicates" else ""
+            text.append(f"  {name.replace('_', ' ')} {getattr(job, name)}", style)
+    for name, rows in job.table_rows.items():
+        text.append(f"  table {name} of {rows} rows, {_megabytes(job.table_bytes[name])}")
+    if job.staleness:
+        half, most = percentile(job.staleness, 0.5), job.max_staleness
+        text.append(f"  staleness p50 {half}, p99 {percentile(job.staleness, 0.99)}, most {most}")
+    return text
+
+
+def _departed(job: JobStatus, unix_s: float) -> list[Text]:
+    """The workers that left and did not come back, and why."""
+    here = {worker.rank for worker in job.workers}
+    gone = {one.rank: one for one in job.departed if one.rank not in here}
+    return [
+        Text(
+            f"  worker {rank} on {one.host} is gone: {one.reason} after step {one.step},"
+            f" {_seconds(max(0.0, unix_s - one.unix_s))} ago",
+            "dim" if one.reason == "left" else "yellow",
+        )
+        for rank, one in sorted(gone.items())
+    ]
+
+
+def _table() -> Table:
+    return Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_edge=False)
+
+
+def _server_name(report: ServerReport) -> Text:
+    text = Text(report.address)
+    if report.facts.uptime_s is not None:
+        text.append(f" up {_seconds(report.facts.uptime_s)}", "dim")
+    if (replica := report.facts.replica) is not None:
+        text.append(f" {replica.text}", "" if replica.is_in_sync else "red")
+    return text
+
+
+def _number(value: float | str | None) -> str:
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, int | str):
+        return str(value)
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e8 else f"{value:.4g}"
+
+
+def _pair(one: int | None, other: int | None) -> str:
+    return UNKNOWN if one is None and other is None else f"{_number(one)}/{_number(other)}"
+
+
+def _seconds(value: float) -> str:
+    if value < 10:
+        return f"{value:.1f}s"
+    if value < 120:
+        return f"{value:.0f}s"
+    return f"{value / 60:.0f}m" if value < 7200 else f"{value / 3600:.0f}h"
+
+
+def _megabytes(value: float) -> str:
+    return f"{value / 1e6:.3g} MB" if value < 1e9 else f"{value / 1e9:.3g} GB"

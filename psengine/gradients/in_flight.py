@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from psengine.collectives.base import Collective
-from psengine.errors import NonFiniteGradientError
-from psengine.gradients.averaging_weight import AveragingWeight
+from psengine.errors import NonFiniteGradientError, ReductionError
 from psengine.gradients.error_texts import CREATE_GRAPH_MESSAGE
-from psengine.gradients.finite_check import FiniteCheck
 from psengine.gradients.graphs import EveryParameter
 from psengine.gradients.packing import Packing
 from psengine.strategies.base import Strategy
-from psengine.strategies.exchange import Driver
+from psengine.strategies.exchange import Driver, Exchange, Step
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import Share
 from psengine.tracing.backwards import Observe
@@ -185,3 +183,148 @@ class BucketsInFlight:
 
 def _nobody(moment: str, bucket: Bucket | None = None, position: int | None = None) -> None:
     """Observes nothing."""
+
+
+class AveragingWeight:
+    """What this rank's gradients count in a backward: by its samples, or by how many ranks have data.
+
+    ``Exchange.begin`` makes a ``Share`` of it, and packing divides by that. Weights travel through ``exchange``.
+
+    Attributes:
+        weight: of the next exchanged backward, which takes it; None: all ranks count alike. See ``Exchange.weigh``.
+        in_join: whether the coming backward is inside ``join``.
+        live_ranks_work: inside ``join``, counts the ranks to divide by; None: all.
+        shadows_weights: inside ``join``, whether the other ranks weigh the gradients of this iteration.
+    """
+
+    def __init__(self, exchange: Exchange, collective: Collective) -> None:
+        self._collective = collective
+        self.weight: float | None = None
+        self.shadows_weights = False
+        self._exchange = exchange
+        # What the last forward began to exchange.
+        self._begun: float | None = None
+        self._is_due = False
+        self._has_data = True
+        self.in_join = False
+        self.live_ranks_work: Any = None
+
+    def set_weight(self, weight: float | None) -> None:
+        """Weigh the next exchanged backward; None ends weighing, until the next weight."""
+        self.weight = weight
+        self._is_due = False
+
+    def expect_backward(self, *, has_data: bool) -> None:
+        """A forward ends, or a rank without data shadows one: begin to exchange weights, while backward begins."""
+        self._has_data = has_data
+        weight = self.weight
+        if not has_data:
+            self.in_join = True
+            weight = 0.0 if self.shadows_weights else None
+        self._begun = weight
+        self._exchange.weigh(weight)
+
+    def step(self) -> Step:
+        """The backward, whose first gradient is ready.
+
+        Raises:
+            ReductionError: the last backward was weighed, and this one has no weight, or has it since after forward.
+        """
+        if self._is_due and self._has_data:
+            raise ReductionError(
+                f"rank {self._collective.rank}: the last step's gradients were weighed, and this step has no weight"
+                " (expected a call of model.batch_weight in every step, before forward). Fix: that, or"
+                " model.batch_weight(None) to let all ranks count alike from now on."
+            )
+        if self.weight != self._begun and self._has_data:
+            raise ReductionError(
+                f"rank {self._collective.rank}: model.batch_weight was called after the forward of this backward,"
+                f" too late for its gradients (expected weight {self._begun}, as at forward, got {self.weight})."
+                " Fix: model.batch_weight(len(batch)) before forward."
+            )
+        live_world_size = self._collective.world_size
+        if self.live_ranks_work is not None:
+            self.live_ranks_work.wait()
+            live_world_size = int(self.live_ranks_work.result()[0].item())
+        return Step(live_world_size=live_world_size, in_join=self.in_join)
+
+    def settle(self) -> None:
+        """The end of a backward, which took its weight."""
+        if self.weight is not None:
+            self.weight, self._is_due = None, True
+        self.in_join = False
+        self.live_ranks_work = None
+
+
+class FiniteCheck:
+    """Which rank's gradient is not finite, in which parameter: exchanged before averages are written.
+
+    Collects what packing counted (``Bucket.take_non_finite_counts``) and lets the ranks tell each other.
+    Where the ranks do not wait for each other (``Capabilities.averages_gradients``), the one with the fault raises
+    before the bucket leaves.
+    """
+
+    def __init__(self, names: Sequence[str], collective: Collective, *, tells_others: bool) -> None:
+        self._collective = collective
+        self._names = names
+        self._tells_others = tells_others
+        # By device, which is read once: indices of parameters, and how many of their values are not finite.
+        self._found: dict[torch.device, tuple[list[int], list[torch.Tensor]]] = {}
+
+    def begin(self, buckets: Sequence[Bucket]) -> None:
+        """A backward is expected; forget an earlier one."""
+        self._found = {}
+        for bucket in buckets:
+            bucket.take_non_finite_counts()
+
+    def note(self, bucket: Bucket) -> None:
+        """``bucket`` is packed and about to leave, or was converted when it left.
+
+        Raises:
+            NonFiniteGradientError: it holds the fault, and the other ranks cannot be told.
+        """
+        for position, counts in bucket.take_non_finite_counts():
+            indices, parts = self._found.setdefault(counts.device, ([], []))
+            indices += bucket.parameter_indices[position : position + counts.numel()]
+            parts.append(counts)
+        if not self._tells_others:
+            self._raise_faults({self._collective.rank: self._take_local_fault()})
+
+    def agree(self, device: torch.device) -> None:
+        """Exchange findings; inside ``join`` ranks without data take part.
+
+        Raises:
+            NonFiniteGradientError: on every rank, where some rank's gradients are not finite.
+        """
+        if self._tells_others:
+            fault = torch.tensor(self._take_local_fault(), device=device)
+            faults = self._collective.gather(fault, what="counts of gradients that are not finite")
+            self._raise_faults({rank: row.tolist() for rank, row in enumerate(faults)})
+
+    def _take_local_fault(self) -> list[int]:
+        """How many values are not finite, in how many parameters, and the index of the first such parameter."""
+        found, self._found = self._found, {}
+        counts_by_index = {
+            index: count
+            for indices, parts in found.values()
+            for index, count in zip(indices, torch.cat(parts).tolist(), strict=True)
+            if count
+        }
+        return [sum(counts_by_index.values()), len(counts_by_index), min(counts_by_index, default=0)]
+
+    def _raise_faults(self, faults: dict[int, list[int]]) -> None:
+        faulty = {rank: fault for rank, fault in faults.items() if fault[0]}
+        if not faulty:
+            return
+        lines = [
+            f"rank {rank}: {values} values, first in parameter {self._names[first]!r}"
+            + (f" and {parameters - 1} more" if parameters > 1 else "")
+            for rank, (values, parameters, first) in faulty.items()
+        ]
+        raise NonFiniteGradientError(
+            "gradients must be finite, as they travel (check_finite=True), got NaN or infinity on "
+            + "; ".join(lines)
+            + ". No average was copied to a gradient. torch.autograd.set_detect_anomaly(True) finds the operation.",
+            ranks=tuple(faulty),
+            parameters=tuple(dict.fromkeys(self._names[first] for _, _, first in faulty.values())),
+        )

@@ -26,10 +26,9 @@ from psengine.gradients.error_texts import (
     DISTRIBUTED_AUTOGRAD_MESSAGE,
     converted_message,
 )
-from psengine.gradients.finite_check import FiniteCheck
 from psengine.gradients.graphs import EveryParameter, SearchedGraph, StaticGraph
 from psengine.gradients.hooks import AccumulationNodes, is_in_distributed_autograd
-from psengine.gradients.in_flight import BucketsInFlight
+from psengine.gradients.in_flight import BucketsInFlight, FiniteCheck
 from psengine.gradients.packing import Packing, make_packing
 from psengine.gradients.ready_counter import ReadyCounter
 from psengine.strategies.base import Strategy

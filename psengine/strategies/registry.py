@@ -16,7 +16,7 @@ from psengine.strategies.local.diloco_server import DilocoServer
 from psengine.strategies.local.local_steps import Diloco, LocalSteps
 from psengine.strategies.servers.asynchronous import AsyncServer
 from psengine.strategies.servers.sync import SyncServer
-from psengine.strategies.sharding.sync import SyncShardedOptimizer
+from psengine.strategies.sharding import SyncShardedOptimizer
 from psengine.strategies.sync_all_reduce import SyncAllReduce
 
 STRATEGIES: Registry[Strategy] = Registry("strategy")

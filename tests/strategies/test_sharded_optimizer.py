@@ -18,8 +18,8 @@ from torch import nn
 
 import psengine
 from psengine.errors import ConfigurationError, ReductionError, ReplicaMismatchError
+from psengine.strategies import sharding
 from psengine.strategies.registry import resolve_strategy
-from psengine.strategies.sharding import sync as sharding
 
 SHARDED = "sync:shard_optimizer=true"
 
