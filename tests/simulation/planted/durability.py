@@ -13,7 +13,7 @@ from psengine.parameter_server.server.shard.job import Job
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.snapshots import generations
 from psengine.parameter_server.server.snapshots.generations import Generations
-from psengine.parameter_server.server.transport.shard_thread import HeldAnswers
+from psengine.parameter_server.server.transport.shard_thread import HeldAnswers, ShardThread
 from psengine.protocol.messages import MessageType
 from simulation.disk import SimulatedDisk, SimulatedFile
 from simulation.planted.registry import Bug, after, plant, with_patch
@@ -103,6 +103,12 @@ plant("the log is not replayed", Shard, "replay", lambda replay, self, *given: s
 @plant("what coordinators decide is not logged", ShardLog, "append")
 def _append_no_decision(append, self, record):
     return 0 if record.kind is RecordKind.COORDINATOR else append(self, record)
+
+
+@plant("what coordinators decide is sent before it is in the log", ShardThread, "_send_decided")
+def _send_decided_at_once(send_decided, self, outgoing, **options):
+    with mock.patch.object(self, "_send", lambda said, **_: ShardThread._send(self, said, waits=False)):
+        send_decided(self, outgoing, **options)
 
 
 @plant("segments that a snapshot needs are deleted", Generations, "_prune")
