@@ -106,7 +106,8 @@ class ApplyingJob(Job):
         self._lives: set[tuple[int, int]] = set()  # (shard, its life) that a worker has told the coordinator
         self._residuals: dict[tuple[int, int], Values] = {}
         self._former: dict[tuple[int, int], Values] = {}  # those before the last pushes
-        self._views: dict[tuple[int, int], tuple[int, int]] = {}  # (chunk, process) -> the view of its last answer
+        # (chunk, process) -> the version that it was sent last, and under which view.
+        self._sent: dict[tuple[int, int], tuple[int, tuple[int, int]]] = {}
 
     def begin_anew(self) -> None:
         self.steps_done.clear()
@@ -256,6 +257,10 @@ class ApplyingJob(Job):
                 is_same = np.array_equal(values, chunk.versions[version].values)
                 require(is_same, "chunk {} changed, and its version did not", key)
         for one in outgoing:
+            process = self.world.process_of(one.message.worker, one.message.incarnation)
+            if one.message.type in (MessageType.UPDATED, MessageType.VALUES) and process is not None:
+                sent = one.message.version, inspection.view_number(shard, self.world.number)
+                self._sent[one.message.key, process.number] = sent
             if one.message.type is MessageType.UPDATED:
                 self._check_updated(server, shard, one.message)
 
@@ -305,8 +310,9 @@ class ApplyingJob(Job):
         is_same = is_near(values, expected.values, self._tolerance, self._tolerance)
         if self.scenario.compensation and push.version < version - 1 and base is not None:
             other = self._step(before, gradient, version - 1 - push.version, base.values)
-            # A worker that was out, and a shard that restarted, begin without a backup.
-            may_lack = self._views.get((key, process.number)) != inspection.view_number(shard, self.world.number)
+            # A worker that was out, and a shard that restarted, begin without a backup; another answer replaces it.
+            sent = push.version, inspection.view_number(shard, self.world.number)
+            may_lack = self._sent.get((key, process.number)) != sent
             if not (is_same and may_lack):
                 expected, is_same = other, is_near(values, other.values, self._tolerance, 1e-8)
         require(is_same, "push {} of chunk {} made {} of {}", update, key, values, expected.values)
@@ -323,7 +329,6 @@ class ApplyingJob(Job):
         process = self.world.process_of(message.worker, message.incarnation)
         if process is None:
             return
-        self._views[key, process.number] = inspection.view_number(shard, self.world.number)
         update = process.number, message.sequence
         if update not in chunk.pushed:
             return  # it answers the process before this one, and nobody waits for it
