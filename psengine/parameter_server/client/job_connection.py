@@ -316,7 +316,7 @@ class JobConnection(JobClient):
             return
         for push in kept.pushes if link.may_push else ():
             answer = push.answer
-            if push.link is link and answer is not None and answer.payload is not None and answer.epoch != link.epoch:
+            if push.link is link and answer is not None and answer.epoch != link.epoch:
                 link.send(push.result())
 
     @override
