@@ -183,6 +183,7 @@ class Succession:
             self._read(*answer, now_s)
             self._is_known &= question is not self._stale
         elif isinstance(question, Replace) and answer:
+            self._has_lease, self._due_s = self._has_lease or question.takes_over, now_s
             self._learn(question.new)
         elif isinstance(question, Replace):
             self._is_known = False

@@ -147,3 +147,10 @@ def test_a_record_that_is_gone_changes_nobody():
         again = Succession(Member(9, own.addresses, own.epoch), lease_s=1.0, was_paired=True)
         settle(again, record, 3.0)
         assert (record.value, "start the one with the newest state once without" in again.why) == (None, True)
+
+
+def test_a_leader_that_takes_its_lease_again_has_it():
+    record, first, _ = pair()
+    record.is_held = False
+    assert settle(first, record, 1.0) == ["Renew", "Replace", "Renew"]
+    assert record.value.number == 3
