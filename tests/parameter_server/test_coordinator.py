@@ -589,22 +589,6 @@ def test_values_that_nobody_trained_keep_nobody_from_beginning_anew():
     assert bench.worker(0, run="another").hello() == "initialise"
 
 
-@pytest.mark.parametrize("rule", [AVERAGE, APPLY, ELASTIC], ids=lambda rule: rule["name"])
-def test_a_cut_of_everybody_for_two_leases_ends_nobody(rule):
-    """Whoever returns goes on in the same view; the others have a lease from then on."""
-    bench, first, second = crew(rule)
-    view = bench.view
-    bench.ended |= {first.route, second.route}
-    bench.wait(2 * LEASE_S)
-    first.reconnect()
-    bench.wait(LEASE_S - 0.5, first)
-    second.reconnect()
-    bench.wait(2 * LEASE_S, first, second)
-    assert (bench.ranks, bench.view.number) == ([0, 1], view.number)
-    bench.wait(LEASE_S + 1, first)
-    assert bench.ranks == [0]
-
-
 def test_a_run_of_which_some_never_came_has_not_ended():
     bench = Bench(APPLY)
     first = bench.worker(0)
