@@ -67,18 +67,12 @@ def in_sync(record, term):
     return found if found.term == term and len(found.members) == 2 else None
 
 
-def give_up_soon():
-    from psengine.cli.launching import servers
-
-    servers.START_S = 5.0
-
-
 @pytest.mark.parametrize("durability", ["log+replica", marks.slow("replica")])
 def test_a_run_has_followers_that_lead_when_their_servers_stop_or_die(durability, tmp_path):
     record = tmp_path / "server-0-leadership"
     options = ["--server-option", f"durability={durability}", "--server-option", "lease_s=1"]
     line = ["run", "--strategy", "async", "--snapshot-dir", str(tmp_path), *options, WORKER, "hang"]
-    with running_command(line, prepare=give_up_soon) as command:
+    with running_command(line) as command:
         command.wait_until(lambda: "worker 0 has" in command.stdout)
         first = in_sync(record, 1)
         assert f"PSENGINE_SERVERS={'|'.join(one.addresses[0] for one in first.members)}" in command.stdout
@@ -127,7 +121,7 @@ def test_a_worker_that_stood_still_for_longer_than_its_lease_ends_and_is_started
         os.kill(first, signal.SIGCONT)
         command.wait_until(lambda: steps_of(1)[-1]["pid"] != first)
         evicted = r"worker 1 failed: exit code 75 \(evicted: the others went on without it\)"
-        why = r"without worker 1: silent for 3\.\d s, longer than its lease; it is heard again after \d+\.\d s .* Fix: "
+        why = r"without worker 1: silent for \d+\.\d s, longer than its lease; it is heard again after \d+.* Fix: "
         assert re.search(f"{evicted}\n(.*\n)*.*{why}start it again", command.stderr), command.stderr
         came = [line["pid"] for line in steps_of(1)].count(first)
         last, joined = (line["step"] for line in steps_of(1)[came - 1 : came + 1])

@@ -382,11 +382,16 @@ def test_backward_moves_exchanges_along():
     assert all(count >= 2 for count in run_ranks(train_large_layers, 2))
 
 
+def wait_for_others_at_most(seconds: int) -> None:
+    """From here on; to start may take a rank longer."""
+    C10dCollective().barrier().wait()
+    torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
 def lose_a_rank(rank: int, world_size: int, name: str, fate: str, told: Path) -> tuple[Any, ...]:
     """``told``: once the others know of a silent rank."""
     if fate == "silent":
-        C10dCollective().barrier().wait()  # to start may take a rank longer than this timeout
-        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+        wait_for_others_at_most(1)
     collective = make(name)
     collective.all_reduce(torch.ones(1)).wait()
     if rank == 1:
@@ -404,7 +409,7 @@ def lose_a_rank(rank: int, world_size: int, name: str, fate: str, told: Path) ->
 @pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
 def test_killed_rank_is_named_by_all_others(tmp_path, name):
     # The group's timeout is 60 s.
-    results = run_ranks_to_any_end(lose_a_rank, 3, name, "killed", tmp_path / "told", deadline_s=40)
+    results = run_ranks_to_any_end(lose_a_rank, 3, name, "killed", tmp_path / "told", deadline_s=55)
     assert results[1].exit_code == -signal.SIGKILL
     for result in results[:1] + results[2:]:
         assert result.error is None, result.error
@@ -448,11 +453,12 @@ def test_ranks_with_different_collectives_are_told():
 
 
 def wait_for_each_other(rank: int, world_size: int) -> None:
+    wait_for_others_at_most(2)
     C10dCollective().broadcast([torch.ones(3)], 1 - rank, what=f"branch {rank}").wait()
 
 
 def test_ranks_that_wait_in_different_operations_are_told():
-    errors = [str(result.error) for result in run_ranks_to_any_end(wait_for_each_other, 2, group_timeout_s=2)]
+    errors = [str(result.error) for result in run_ranks_to_any_end(wait_for_each_other, 2)]
     assert any("rank 0: broadcast of branch 0" in e and "rank 1: broadcast of branch 1" in e for e in errors), errors
 
 

@@ -243,16 +243,16 @@ def wait_through_signals(rank: int, world_size: int) -> None:
         signal.signal(signal.SIGALRM, sample)
         signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
         started = time.monotonic()
-        while time.monotonic() < started + 0.5:  # a system call that a signal broke off says nothing of rank 1
+        # A system call that a signal broke off says nothing of rank 1.
+        while time.monotonic() < started + 0.5 or len(sampled) <= 100:
             assert all(is_running for *_, is_running in collective._extension.shared_memory_states(collective._group))
     collective.barrier().wait()
     if rank == 0:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        assert len(sampled) > 100
 
 
 def test_signals_disturb_no_wait():
-    run_ranks(wait_through_signals, 2, deadline_s=30)
+    run_ranks(wait_through_signals, 2)
 
 
 def use_from_threads(rank: int, world_size: int) -> None:
@@ -274,7 +274,7 @@ def use_from_threads(rank: int, world_size: int) -> None:
     for thread in waiting:
         thread.start()
     for thread in waiting:
-        thread.join(timeout=20)
+        thread.join(timeout=60)
     is_over.set()
     churning.join()
     assert not any(thread.is_alive() for thread in waiting)
@@ -282,7 +282,7 @@ def use_from_threads(rank: int, world_size: int) -> None:
 
 
 def test_threads_of_one_rank():
-    run_ranks(use_from_threads, 2, deadline_s=30)
+    run_ranks(use_from_threads, 2)
 
 
 # ---- many, large, late -----------------------------------------------------------------------------------------------

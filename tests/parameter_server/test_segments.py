@@ -11,6 +11,7 @@ import signal
 import time
 import weakref
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,8 +104,10 @@ def test_answers_have_the_bits_that_sockets_bring(server, rule):
 def test_after_a_wait_that_failed_servers_see_no_writes_and_the_exchange_has_what_was_pushed():
     with (
         running_server(lease_s=30.0) as server,
-        crew(server.addresses[0], 2, SPECS[:1], job="late", timeout_s=2.0) as (mine, other),
+        crew(server.addresses[0], 2, SPECS[:1], job="late") as (mine, other),
     ):
+        for one in (mine, other):
+            one.job_connection.options = replace(one.options, timeout_s=2.0)
         flat = mine.segments.allocate(SPECS[0].numel, torch.float32)
         landing = torch.zeros(SPECS[0].numel)
         push = mine.push(0, flat.fill_(1.0), [landing])

@@ -102,7 +102,7 @@ class Worker:
         except (EOFError, OSError):
             self._has_ended = True
 
-    def wait_for(self, what: str, timeout_s: float = 30.0, at_least: int | None = None) -> tuple[Any, float]:
+    def wait_for(self, what: str, timeout_s: float = 120.0, at_least: int | None = None) -> tuple[Any, float]:
         """(value, time) of the first report ``what`` (of one whose value is ``at_least`` that)."""
         deadline_s = time.monotonic() + timeout_s
         looked_at = 0
@@ -163,7 +163,7 @@ class WorkerProcesses:
         return worker
 
 
-def results_of(workers: Sequence[Worker], timeout_s: float = 60.0) -> list[Any]:
+def results_of(workers: Sequence[Worker], timeout_s: float = 120.0) -> list[Any]:
     """What their functions returned; the first failure of any ends the wait, and is told with the others'."""
     deadline_s = time.monotonic() + timeout_s
     while not all(worker.has_said("result") for worker in workers):

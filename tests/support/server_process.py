@@ -27,7 +27,8 @@ from psengine.tracing.logging_format import TextFormatter
 from support.fault_workers import Reports, Worker, WorkerFailedError, worker_processes
 from support.shard_world import APPLY, SGD
 
-START_DEADLINE_S = 30.0
+START_DEADLINE_S = 120.0
+ANSWER_S = 30.0
 
 
 class ServerFailedError(AssertionError):
@@ -66,7 +67,7 @@ class ServerProcess:
         """Send it a signal, such as SIGSTOP."""
         self._worker.signal(number)
 
-    def wait(self, timeout_s: float = 15.0) -> int:
+    def wait(self, timeout_s: float = 60.0) -> int:
         """Its exit code, negative for a signal."""
         code = self._worker.exit_code(timeout_s)
         assert code is not None, f"the server still ran after {timeout_s:g} s\n{self.log()}"
@@ -204,7 +205,7 @@ class Peer:
     def send(self, message: Any) -> None:
         self.socket.send_multipart(encode(message))
 
-    def receive(self, timeout_s: float = 5.0) -> Any:
+    def receive(self, timeout_s: float = ANSWER_S) -> Any:
         """The next message but VIEW, RELEASE and PREPARE; None where none comes in time."""
         until_s = time.monotonic() + timeout_s
         while True:
@@ -230,7 +231,7 @@ class Peer:
             self.send(self.message("COMMIT", body={"what": "prepared", "view": message.view, "completed": 0}))
         return kind in ("VIEW", "RELEASE", "PREPARE")
 
-    def request(self, kind: str, *, timeout_s: float = 5.0, **fields: Any) -> Any:
+    def request(self, kind: str, *, timeout_s: float = ANSWER_S, **fields: Any) -> Any:
         """Send a message as the worker that said hello, and return the answer."""
         self.send(self.message(kind, **fields))
         return self.receive(timeout_s)
@@ -268,7 +269,7 @@ class Peer:
 
     def resume(self) -> Any:
         """Await a view, and say RESUME; RESUMED."""
-        until_s = time.monotonic() + 5.0
+        until_s = time.monotonic() + ANSWER_S
         while not self.view:
             message = self._next(max(0.0, until_s - time.monotonic()))
             assert message is not None, "no view came"

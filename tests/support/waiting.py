@@ -10,7 +10,7 @@ Found = TypeVar("Found")
 
 
 def eventually(
-    condition: Callable[[], Found], what: str = "the condition", *, timeout_s: float = 30.0, interval_s: float = 0.02
+    condition: Callable[[], Found], what: str = "the condition", *, timeout_s: float = 120.0, interval_s: float = 0.02
 ) -> Found:
     """The first true value of ``condition``; it fails with ``what`` that was not true in time."""
     deadline_s = time.monotonic() + timeout_s

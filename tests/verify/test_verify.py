@@ -280,7 +280,7 @@ def test_wrong_arguments_end_with_2_and_a_message(arguments, text, capfd):
     ("target", "timeout_s", "texts"),
     [
         ("dying", 100, ("rank 1 (process ", "was ended by signal SIGKILL")),
-        ("hanging", 10, ("rank 1 was at step 0 of",)),
+        ("hanging", 60, ("rank 1 was at step 0 of",)),
     ],
 )
 def test_a_rank_that_dies_or_hangs_is_named(target, timeout_s, texts, capfd):

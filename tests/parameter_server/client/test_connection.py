@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from psengine.protocol.messages import Message
 
 
 @contextlib.contextmanager
-def connected(timeout_s=5.0, **options):
+def connected(timeout_s=20.0, **options):
     peer = Peer()
     try:
         options = {"addresses": [peer.address], "rule": APPLY, "rank": 0, "timeout_s": timeout_s, **options}
@@ -111,7 +112,8 @@ def test_what_is_refused_names_the_push_and_wakes_who_waits_for_something_slower
 
 
 def test_no_answer_until_the_deadline_names_everything():
-    with connected(timeout_s=0.8) as (peer, session):
+    with connected() as (peer, session):
+        session.job_connection.options = replace(session.options, timeout_s=0.8)
         peer.script[T.PUSH] = lambda *_: None
         first, second = push(session)[0], push(session)[0]
         with pytest.raises(ServerLostError) as caught:

@@ -159,7 +159,7 @@ def test_the_second_signal_ends_at_once_and_leaves_a_valid_generation(tmp_path):
 
 def test_an_embedded_server_ends_when_stdin_closes_and_nobody_is_left():
     reader, writer = os.pipe()
-    with running_server(until_stdin_closes=True, stdin=reader, lease_s=1.0) as server:
+    with running_server(until_stdin_closes=True, stdin=reader, lease_s=3.0) as server:
         os.close(reader)
         with Peer(server.addresses[0]) as peer:
             peer.make_job(torch.zeros(10))
@@ -281,7 +281,7 @@ def fail_in_the_socket():
 def test_a_dead_shard_ends_the_process():
     with running_server(sabotage=fail_in_the_socket, shards=2) as server, Peer(server.addresses[1]) as peer:
         assert peer.request("STATUS", timeout_s=0.5) is None
-        assert server.wait(8.0) == 5
+        assert server.wait() == 5
         assert "shard 1 failed; the server ends" in server.log()
 
 

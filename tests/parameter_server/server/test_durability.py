@@ -244,7 +244,7 @@ def test_a_snapshot_is_asked_for_as_long_as_there_is_little_room(tmp_path, monke
         eventually(lambda: [kind for kind, _ in one.events].count("log_low") >= 3)
         assert one.durability.log_status()[0].free_bytes == room_bytes[0]
         room_bytes[0] = 1 << 40
-        time.sleep(0.1)
+        eventually(lambda: one.durability.log_status()[0].free_bytes == room_bytes[0])
         told = len(one.events)
         time.sleep(0.2)
         assert len(one.events) == told

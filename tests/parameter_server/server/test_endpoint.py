@@ -88,4 +88,4 @@ def test_no_descriptor_is_kept(context, tmp_path):
     time.sleep(0.2)
     before = len(os.listdir("/proc/self/fd"))
     Endpoint(context, f"ipc://{tmp_path}/shard").close(0)
-    eventually(lambda: len(os.listdir("/proc/self/fd")) == before)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
