@@ -7,6 +7,7 @@ import torch
 from support.shard_world import (
     APPLY,
     AVERAGE,
+    KEY,
     SGD,
     Worker,
     World,
@@ -110,6 +111,9 @@ def test_a_later_registration_takes_the_place_of_one_that_nobody_is_at_work_with
     assert codes(other.push(0, 1, ONES)) == [ErrorCode.NOT_MEMBER]
     other.register(spec(), ONES)
     assert world.shard.jobs[job_number("demo")].view is None
+    assert member.resume()["registration"] == 3  # its lead may be the same, and has lost the job
+    body = {"job": "demo", "rule": APPLY, "registration": 1, "key": KEY, "place": [1, 2, 2], "open": []}
+    assert codes(member.send(MessageType.RESUME, body=body)) == [ErrorCode.OTHER_SERVERS]
 
 
 def test_a_job_may_not_ask_for_more_than_the_server_keeps():

@@ -123,13 +123,20 @@ class Job(RuleContext):
         """Raise ProtocolError where a worker names other servers than those that have the values, or another order."""
         shard, shards, servers = body["place"]
         has_none = self.holds_weights and not self.rules  # here: whether others have, only their shards know
+        # An older registration is that of a worker which was away while another one registered the job: it is told so.
+        is_later = body["registration"] > self.registration
+        if "open" in body and body["key"] != self.key and not is_later and shard != self.place:
+            # Its lead has published a view and knows of no other; this shard will never take it.
+            raise ProtocolError(
+                f"job {self.name!r} was registered later by a run that names the servers in another order. Fix: name"
+                f" them in that order, or drop the job by psengine admin forget --job {self.name} at each of them.",
+                ErrorCode.OTHER_SERVERS,
+            )
         if self.view is None or not (self.is_trained or (has_none and any(self.view.chunks))):
             return
         differs = other_servers(self.name, self.view, servers, shards)
         if not differs and shard != self.place:
             differs = other_servers(self.name, self.view)
-        # An older registration is that of a worker which was away while another one registered the job: it is told so.
-        is_later = body["registration"] > self.registration
         if not differs and not has_none and is_later and body["key"] != self.key:
             differs = other_servers(self.name, self.view, why="as before, and the first of them has lost the job")
         if differs:
