@@ -8,10 +8,12 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Annotated, Any
 
 import typer
 
 from psengine.errors import PSEngineError
+from psengine.version import __version__
 
 EXIT_USAGE, EXIT_INTERRUPTED = 2, 128 + signal.SIGINT
 # Each has a module, whose register(app) adds the command.
@@ -80,24 +82,24 @@ def build_app(only: str | None = None) -> typer.Typer:
         help="Data-parallel training for PyTorch: launch it, watch it, check it against native DDP.",
     )
 
-    def show_version(is_wanted: bool) -> None:
-        if is_wanted:
-            from psengine.version import __version__
-
-            print(f"psengine {__version__}")
-            raise typer.Exit
-
     @app.callback()
-    def root(
-        version: bool = typer.Option(
-            False, "--version", callback=show_version, is_eager=True, help="Show the version and exit."
-        ),
-    ) -> None:
+    def root(version: Annotated[bool, version_option("psengine")] = False) -> None:
         del version
 
     for module in (only,) if only in COMMANDS else COMMANDS:
         importlib.import_module(f"psengine.cli.{module}").register(app)
     return app
+
+
+def version_option(program: str) -> Any:
+    """The option ``--version`` of a command line."""
+
+    def show(is_wanted: bool) -> None:
+        if is_wanted:
+            print(f"{program} {__version__}")
+            raise typer.Exit
+
+    return typer.Option("--version", callback=show, is_eager=True, help="Show the version and exit.")
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from psengine.cli.main import command_line
+from psengine.cli.main import command_line, version_option
 from psengine.errors import SnapshotError
-from psengine.version import __version__
 
 if TYPE_CHECKING:
     from psengine.parameter_server.server.settings import ServerSettings
@@ -50,9 +49,13 @@ def build_app(run: "Callable[[ServerSettings, bool], int]") -> typer.Typer:
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-    def serve(context: typer.Context, **options: Any) -> None:
-        until_stdin_closes = options.pop("until_stdin_closes")
-        del options["version"]
+    def serve(
+        context: typer.Context,
+        *,
+        version: Annotated[bool, version_option("psengine-server")] = False,
+        until_stdin_closes: Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)] = False,
+        **options: Any,
+    ) -> None:
         if context.invoked_subcommand is not None:
             return
         from psengine.parameter_server.server.settings import make_settings
@@ -65,7 +68,8 @@ def build_app(run: "Callable[[ServerSettings, bool], int]") -> typer.Typer:
         " variable (PSENGINE_BIND, ...). Ends in order on SIGTERM. Exit codes: 0 ended as"
         " told, 130 after Ctrl-C, 2 bad usage or configuration, 3 address taken, 4 snapshots, 5 internal error."
     )
-    parameters = _parameters()
+    first, *others, _ = inspect.signature(serve).parameters.values()
+    parameters = [first, *_settings(), *others]
     serve.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     serve.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     app.callback(invoke_without_command=True)(serve)
@@ -114,16 +118,10 @@ def _print_lines(lines: Iterator[str]) -> None:
         raise SnapshotError(f"{error.filename}: {error.strerror}") from error
 
 
-def _parameters() -> list[inspect.Parameter]:
-    """One option for each setting, which ``make_settings`` checks, and further ones."""
+def _settings() -> Iterator[inspect.Parameter]:
+    """An option for each setting; ``make_settings`` checks the values."""
     from psengine.parameter_server.server.settings import ENVIRONMENT_PREFIX, ServerSettings
 
-    def show_version(is_wanted: bool) -> None:
-        if is_wanted:
-            print(f"psengine-server {__version__}")
-            raise typer.Exit
-
-    found: list[tuple[str, Any, Any]] = [("context", typer.Context, inspect.Parameter.empty)]
     for name, setting in ServerSettings.model_fields.items():
         default = "" if setting.default is None else f"  [default: {setting.default}]"
         variable = ENVIRONMENT_PREFIX + name.upper()
@@ -131,16 +129,8 @@ def _parameters() -> list[inspect.Parameter]:
         flag, kind = f"--{name.replace('_', '-')}", bool if setting.annotation is bool else str
         metavar = None if kind is bool else "VALUE"
         option = typer.Option(flag, help=" ".join(text.split()), metavar=metavar, envvar=variable, show_envvar=False)
-        found.append((name, Annotated[kind | None, option], None))
-    version = typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True)
-    found += [
-        ("version", Annotated[bool, version], False),
-        ("until_stdin_closes", Annotated[bool, typer.Option("--until-stdin-closes", hidden=True)], False),
-    ]
-    return [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
-        for name, annotation, default in found
-    ]
+        options = {"annotation": Annotated[kind | None, option], "default": None}
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, **options)
 
 
 def _serve(settings: "ServerSettings", until_stdin_closes: bool) -> int:

@@ -37,6 +37,7 @@ def register(app: typer.Typer) -> None:
 
 
 def verify(
+    context: typer.Context,
     target: Annotated[str, typer.Argument(help="Your function, as module:function or path/to/file.py:function.")],
     steps: Annotated[int, typer.Option(help="Training steps.")] = 10,
     world_size: Annotated[int, typer.Option("--world-size", "-w", help="Ranks, processes here; at most 64.")] = 2,
@@ -61,17 +62,7 @@ def verify(
     from psengine.verify import RankFailedError, Settings, compare
     from psengine.verify.target import check_name
 
-    settings = Settings(
-        steps=steps,
-        world_size=world_size,
-        strategy=strategy,
-        against=against,
-        seed=seed,
-        rtol=rtol,
-        atol=atol,
-        device=device,
-        timeout_s=timeout_s,
-    )
+    settings = Settings(**{name: value for name, value in context.params.items() if name not in ("target", "as_json")})
     print(f"loading {check_name(target)[0]} on each rank, which runs all that stands at its top level", file=sys.stderr)
     begin_s = time.monotonic()
     try:

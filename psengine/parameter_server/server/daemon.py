@@ -65,7 +65,7 @@ from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import ServerFacts, ServerStatus
 from psengine.protocol.bounds import KEY_BYTES
 from psengine.protocol.layout import job_number
-from psengine.protocol.messages import DURABILITY_TIERS, ErrorCode, Message
+from psengine.protocol.messages import ErrorCode, Message
 from psengine.status_port.http_status import HttpStatus
 from psengine.version import __version__
 
@@ -171,15 +171,7 @@ class Server:
         shards = self._make_shards()
         durability, durable, known, previous = None, "not durable, no --snapshot-dir", {}, 0
         if settings.snapshot_dir is not None:
-            durability = Durability(
-                settings.snapshot_dir,
-                stack,
-                keeps_log="log" in DURABILITY_TIERS[settings.tier],
-                keeps_history=settings.keep_history,
-                is_paired=settings.has_replica,
-                interval_s=settings.snapshot_interval_s,
-                note=self._events.note,
-            )
+            durability = Durability(settings, stack, self._events.note)
             durable = durability.restore(shards)
             known, previous = durability.known, durability.previous
         self._shards.open(self._bound)

@@ -43,20 +43,17 @@ LOOK_AGAIN_S = 0.1
 CHECK_TIMEOUT_S = 10.0
 
 
-class ServerOptions(TypedDict, total=False):
-    """See ``ServerStrategy``."""
-
-    servers: str | Sequence[str] | None
-    job: str | None
-    timeout_s: float
-    compress: str | Codec | None
-    durability: str | None
-
-
-class _SessionsOptions(TypedDict):
+class _SessionsOptions(TypedDict, total=False):
     servers: str | Sequence[str] | None
     job: str | None
     timeout_s: Annotated[float, Meta(gt=0.0, lt=1e9)]
+
+
+class ServerOptions(_SessionsOptions, total=False):
+    """See ``ServerStrategy``."""
+
+    compress: str | Codec | None
+    durability: str | None
 
 
 class ServerStrategy(Strategy):

@@ -29,6 +29,7 @@ from psengine.parameter_server.server.durability import log_thread, tier
 from psengine.parameter_server.server.durability.inspection import back_up, inspect
 from psengine.parameter_server.server.durability.tier import Durability
 from psengine.parameter_server.server.log import disk as disks
+from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import NOBODY, MessageType
@@ -62,8 +63,9 @@ class Server:
     def __init__(self, directory, *, keeps_log=False, is_copy=False, interval_s=0.0, shards=1, epoch=7, **settings):
         self.stack, self.events = ExitStack(), []
         self.world = World(shards=shards, epoch=epoch, **settings)
-        options = {"keeps_log": keeps_log, "interval_s": interval_s}
-        self.durability = Durability(directory, self.stack, note=lambda *event: self.events.append(event), **options)
+        kept = {"durability": "log" if keeps_log else "snapshot", "snapshot_interval_s": interval_s}
+        given = ServerSettings(snapshot_dir=directory, **kept)
+        self.durability = Durability(given, self.stack, lambda *event: self.events.append(event))
         self.restored = []  # of coordinators
         self.coordinators = SimpleNamespace(to_meta=lambda: {"jobs": len(self.restored)})
         try:

@@ -15,7 +15,6 @@ from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from psengine.errors import SnapshotError
@@ -24,11 +23,13 @@ from psengine.parameter_server.server.durability.restoring import Recovered, pla
 from psengine.parameter_server.server.log.disk import DirectoryDisk
 from psengine.parameter_server.server.log.log import BEGINNING, ShardLog
 from psengine.parameter_server.server.log.reading import WITHOUT_LOG
+from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.snapshots.files import ServerState
 from psengine.parameter_server.server.snapshots.generations import LOW_BYTES, Generations
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
 from psengine.parameter_server.status_model import LogStatus, SnapshotStatus
+from psengine.protocol.messages import DURABILITY_TIERS
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +66,8 @@ class Durability(threading.Thread):
     durable to the older generation.
 
     Args:
-        directory: created if it is absent; its parent must exist.
+        settings: name a directory, which is created if it is absent; its parent must exist.
         stack: releases it.
-        keeps_log: whether the tier is "log".
-        keeps_history: whether no segment of the log ever goes.
-        is_paired: whether the server has, or may have, a follower.
-        interval_s: seconds between snapshots; one that would change nothing is not written. 0: only on wish.
         note: takes an event's kind and text.
 
     Attributes:
@@ -82,26 +79,19 @@ class Durability(threading.Thread):
         SnapshotError: the directory cannot be had.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        stack: ExitStack,
-        *,
-        keeps_log: bool,
-        keeps_history: bool = False,
-        is_paired: bool = False,
-        interval_s: float,
-        note: Callable[[str, str], None],
-    ) -> None:
+    def __init__(self, settings: ServerSettings, stack: ExitStack, note: Callable[[str, str], None]) -> None:
         super().__init__(name="psengine-snapshots", daemon=True)
         self.logs: list[LogThreads] = []
         self.known: dict[str, Any] = {}
         self.previous = 0
-        self._disk = DirectoryDisk(directory)
-        self._store = Generations(self._disk, keeps_history=keeps_history)
-        self._keeps_log, self._is_paired, self._note = keeps_log, is_paired, note
+        assert settings.snapshot_dir is not None, "a tier that keeps something has a directory"
+        self._disk = DirectoryDisk(settings.snapshot_dir)
+        self._store = Generations(self._disk, keeps_history=settings.keep_history)
+        self._keeps_log = "log" in DURABILITY_TIERS[settings.tier]
+        self._is_paired, self._note = settings.has_replica, note
         self._recovered = Recovered()
         self._threads: Sequence[ShardThread] = ()
+        interval_s = settings.snapshot_interval_s
         self._status = SnapshotStatus(
             interval_s=interval_s, generation=None, age_s=None, last_seconds=0.0, failures=0, last_error=""
         )
