@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
-import threading
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from psengine.cli.console import open_console, printable
-from psengine.cli.doctor_checks.findings import Check, CheckContext, Finding
 from psengine.environment.variables import inherited_variables
+
+if TYPE_CHECKING:
+    from psengine.cli.doctor_checks import Finding
 
 EXIT_PROBLEM = 1
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "bold red"}
-# In the order of the report. Each is a function of the module of doctor_checks, which imports torch.
-CHECKS = {
-    **dict.fromkeys(("versions", "native-extension", "cuda", "threads", "dev-shm", "hostname"), "machine"),
-    **dict.fromkeys(("launcher", "variables", "exchange", "servers"), "training"),
-}
-# Two interpreters start for the exchange.
-CHECK_DEADLINE_S = 45.0
+# In the order of the report. Each is a function of doctor_checks.
+CHECKS = (
+    *("versions", "native-extension", "cuda", "threads", "dev-shm", "hostname"),
+    *("launcher", "variables", "exchange", "servers"),
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -59,6 +57,8 @@ def doctor(
     for name in only or ():
         if name not in CHECKS:
             raise typer.BadParameter(f"there is no check {name!r} (expected one of {', '.join(CHECKS)})")
+    from psengine.cli.doctor_checks import CheckContext, examine
+
     context = CheckContext(variables=inherited_variables(), servers=servers, timeout_s=timeout_s)
     # The findings say what the client logs about a dead server.
     logging.getLogger("psengine").addHandler(logging.NullHandler())
@@ -77,30 +77,6 @@ def doctor(
         console.print(", ".join(f"{counts[level]} {level}s" for level in ("problem", "warning", "note")), style="bold")
     if counts["problem"]:
         raise typer.Exit(EXIT_PROBLEM)
-
-
-def examine(name: str, context: CheckContext) -> list[Finding]:
-    """What a check finds; a check that fails, or does not end in time, is a finding too."""
-    module = importlib.import_module(f"psengine.cli.doctor_checks.{CHECKS[name]}")
-    check: Check = getattr(module, name.replace("-", "_"))
-    findings: list[Finding] = []
-
-    def work() -> None:
-        try:
-            for finding in check(context):
-                findings.append(finding)
-        except Exception as error:
-            text = f"this check itself failed: {type(error).__name__}: {error}"
-            findings.append(Finding("warning", text, "report it, with the output of psengine doctor --json"))
-
-    # A daemon thread: a check that hangs must not keep the command from ending.
-    thread = threading.Thread(target=work, name=f"psengine-doctor-{name}", daemon=True)
-    thread.start()
-    thread.join(CHECK_DEADLINE_S + 10 * context.timeout_s)
-    if thread.is_alive():
-        fix = "something that it asks does not answer: name servers, the network, the driver, or a very busy machine"
-        findings.append(Finding("problem", "this check did not end", fix))
-    return findings
 
 
 def _show(console: Console, name: str, finding: Finding) -> None:

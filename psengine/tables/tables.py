@@ -25,8 +25,7 @@ from psengine.protocol.layout import ChunkKind, ChunkSpec, TableSpec
 from psengine.protocol.messages import MAX_WORKERS
 from psengine.strategies.base import Strategy
 from psengine.strategies.servers.discovery import Rendezvous, leave, meet
-from psengine.tables.embedding import RULES, ServerEmbedding
-from psengine.tables.table import Table
+from psengine.tables.embedding import RULES, ServerEmbedding, Table
 
 
 def find_tables(module: torch.nn.Module) -> dict[str, ServerEmbedding]:

@@ -6,6 +6,6 @@
 from psengine.verify.comparison import Comparison, Settings, compare
 from psengine.verify.differences import Difference
 from psengine.verify.ranks import RankFailedError
-from psengine.verify.target import Target, TargetError
+from psengine.verify.training import Target, TargetError
 
 __all__ = ["Comparison", "Difference", "RankFailedError", "Settings", "Target", "TargetError", "compare"]

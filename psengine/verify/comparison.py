@@ -17,8 +17,7 @@ from psengine.specification import Specification
 from psengine.strategies.registry import resolve_strategy
 from psengine.verify.differences import KINDS, Difference, Tolerance
 from psengine.verify.ranks import MAX_RANKS, RankFailedError, run_ranks
-from psengine.verify.target import check_name
-from psengine.verify.training import NATIVE, Findings, train_side_by_side
+from psengine.verify.training import NATIVE, Findings, check_name, train_side_by_side
 
 EQUAL, WITHIN, DIFFERENT, NOT_FINITE = "bitwise equal", "within tolerance", "different", "not finite"
 _CAUSES = (

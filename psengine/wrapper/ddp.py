@@ -55,11 +55,18 @@ from psengine.wrapper.module_state import (
     reducible_parameters,
     shared_state,
 )
-from psengine.wrapper.native_features.comm_hooks import BUILTIN_HOOKS, bucket_hook, check_comm_hook, sum_over_group
-from psengine.wrapper.native_features.compilation import stay_out_of_graphs, traces_gradient_exchange
-from psengine.wrapper.native_features.delayed_all_reduce import delay_all_reduce
-from psengine.wrapper.native_features.logging_data import LoggingData, describe_replica
-from psengine.wrapper.native_features.mixed_precision import set_up_mixed_precision
+from psengine.wrapper.native_features import (
+    BUILTIN_HOOKS,
+    LoggingData,
+    bucket_hook,
+    check_comm_hook,
+    delay_all_reduce,
+    describe_replica,
+    set_up_mixed_precision,
+    stay_out_of_graphs,
+    sum_over_group,
+    traces_gradient_exchange,
+)
 
 # Captured at import: a program may replace the native class by ours under its own name. Any: the types of the native
 # class's attributes (its Reducer, its Logger) are not ours.

@@ -1,1 +1,0 @@
-"""What ``psengine doctor`` looks at: one module per subject, one function per check."""
