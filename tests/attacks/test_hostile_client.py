@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import socket
@@ -21,6 +20,7 @@ from fuzz.fuzz_frames import SEEDS, mutate
 from support.server_process import Peer, ServerProcess, running_server
 from support.shard_world import AVERAGE
 
+from psengine.parameter_server.server import daemon
 from psengine.protocol.messages import NOBODY
 
 VALUES = 100_000
@@ -76,8 +76,11 @@ def idle_connections(server: ServerProcess) -> None:
         assert_serves(server)
 
 
-def endless_message(server: ServerProcess) -> None:
-    """A message with more and more frames of 8 MiB: libzmq itself would not send it before its last frame."""
+def endless_message(server: ServerProcess, frames: int = 20) -> bool:
+    """A message with more and more frames of 8 MiB: libzmq itself would not send it before its last frame.
+
+    Returns whether the server closed the connection.
+    """
     more = struct.pack(">BQ", 3, 8 << 20) + bytes(8 << 20)
     host, port = server.addresses[0].removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
@@ -88,9 +91,12 @@ def endless_message(server: ServerProcess) -> None:
         received = b""
         while b"READY" not in received:
             received += connection.recv(1000)
-        with contextlib.suppress(ConnectionError):
-            for _ in range(20):
+        try:
+            for _ in range(frames):
                 connection.sendall(more)
+        except ConnectionError:
+            return True
+    return False
 
 
 ATTACKS = [
@@ -160,3 +166,14 @@ def test_an_attack_costs_little_and_changes_nothing(honest: Honest, attack: Call
     assert written_bytes(server.pid) - written < 10e6  # a generation has 0.4 MB
     assert resident_bytes(server.pid) - memory < 512e6
     assert server.log().count("\n") < 100
+
+
+def let_little_be_unexplained() -> None:
+    daemon.UNACCOUNTED_BYTES, daemon.LOOK_S = 0, 0.05
+
+
+def test_a_connection_is_closed_whose_message_fills_the_memory() -> None:
+    with running_server(insecure=True, sabotage=let_little_be_unexplained) as server:
+        assert endless_message(server, frames=100)
+        assert_serves(server)
+        assert "messages that do not end filled the memory: 1 connections were closed" in server.log()
