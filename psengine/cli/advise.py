@@ -26,9 +26,8 @@ from typing import Annotated, Any
 import typer
 
 from psengine.cli.console import duration
-from psengine.cli.launching.plan import Plan, RunOptions, make_plan
+from psengine.cli.launching.plan import PARTS, Plan, RunOptions, ScriptCommand, make_plan
 from psengine.cli.run import make_logger
-from psengine.cli.run_arguments import PARTS, ScriptCommand
 from psengine.errors import ConfigurationError, PSEngineError
 
 DEFAULT_WORKERS = 2

@@ -15,8 +15,7 @@ from typing import Annotated
 
 import typer
 
-from psengine.cli.launching.plan import Plan, RunOptions, make_plan
-from psengine.cli.run_arguments import PARTS, ScriptCommand
+from psengine.cli.launching.plan import PARTS, Plan, RunOptions, ScriptCommand, make_plan
 from psengine.errors import ConfigurationError
 
 HELP = """Launch a training script: on one machine, or by the same line on every node.

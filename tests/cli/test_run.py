@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 from support.command_process import SUPPORT, WORKER, run_command
 
-from psengine.cli.launching.plan import Plan, RunOptions, make_plan
+from psengine.cli.launching.plan import Plan, RunArguments, RunOptions, make_plan, split_arguments
 from psengine.cli.main import main
 from psengine.cli.run import recorded
-from psengine.cli.run_arguments import RunArguments, split_arguments
 
 OWN = {"--workers": True, "--independent": False, "--strategy": True}
 TORCHRUN = {"--nnodes": True, "--rdzv-endpoint": True, "--standalone": False, "-m": False, "-r": True}

@@ -16,9 +16,8 @@ from support.scheduled_runs import TRAINING, lines_of, losses_of, native_losses
 from support.server_process import Peer
 from support.waiting import eventually
 
-from psengine.cli.launching.plan import SERVER_STRATEGIES, RunOptions, expected_servers, make_plan
+from psengine.cli.launching.plan import SERVER_STRATEGIES, RunArguments, RunOptions, expected_servers, make_plan
 from psengine.cli.launching.servers import launched_servers
-from psengine.cli.run_arguments import RunArguments
 from psengine.parameter_server.client.embedded import launch
 from psengine.parameter_server.server.replication.election import decode_leadership
 from psengine.strategies.registry import STRATEGIES, resolve_strategy

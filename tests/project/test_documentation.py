@@ -11,7 +11,7 @@ from typing import Any
 from typer.main import get_command
 
 from psengine.cli import main
-from psengine.cli.run_arguments import torchrun_options
+from psengine.cli.launching.plan import torchrun_options
 from psengine.parameter_server.server.coordinator.states import JOB, WORKER
 
 ROOT = Path(__file__).resolve().parents[2]

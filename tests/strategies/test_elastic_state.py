@@ -26,7 +26,7 @@ from psengine.strategies.elastic.state import StateRegistry
 from psengine.strategies.elastic.sync import Beginning
 from psengine.strategies.life_cycle import Replica
 from psengine.tensors.documents import from_file, put_together, take_apart, to_file
-from psengine.wrapper.module_state import named_buffers, reducible_parameters, shared_state
+from psengine.wrapper.ddp import named_buffers, reducible_parameters, shared_state
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
-from psengine.data.elastic.random_state import Request, SeededDataset
+from psengine.data.elastic.sample_plan import Request, SeededDataset
 from psengine.environment.processes import end_with_parent
 
 # torch's own alignment of tensors on the CPU.

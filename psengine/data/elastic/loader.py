@@ -21,8 +21,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from psengine.data.elastic.batches import Batches
-from psengine.data.elastic.random_state import Request, random_key, set_random_state
-from psengine.data.elastic.sample_plan import SamplePlan
+from psengine.data.elastic.sample_plan import Request, SamplePlan, random_key, set_random_state
 from psengine.data.value_exchange import ValueExchange
 from psengine.errors import ArgumentTypeError, ConfigurationError, ReductionError
 from psengine.strategies.elastic.player import Player, current_player
