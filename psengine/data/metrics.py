@@ -25,19 +25,7 @@ from psengine.data.value_exchange import ValueExchange
 from psengine.environment.launchers import read_worker
 from psengine.environment.variables import inherited_variables
 from psengine.errors import ArgumentTypeError, ConfigurationError
-from psengine.tensors.leaves import (
-    Leaves,
-    as_float64,
-    as_halves,
-    from_float64,
-    from_halves,
-    is_integral,
-    is_real_scalar,
-    kind_to_add,
-    kind_to_average,
-    kind_to_gather,
-    to_float,
-)
+from psengine.tensors import leaves
 from psengine.tensors.objects import from_bytes, to_bytes
 
 logger = logging.getLogger(__name__)
@@ -45,8 +33,8 @@ logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 
-def _begin(verb: str, value: Any, process_group: Any) -> tuple[Leaves, ValueExchange]:
-    found = Leaves(value)
+def _begin(verb: str, value: Any, process_group: Any) -> tuple[leaves.Leaves, ValueExchange]:
+    found = leaves.Leaves(value)
     exchange = ValueExchange(verb, process_group, found.leaves)
     exchange.faults |= found.faults
     if process_group is None and exchange.collective.world_size == 1:
@@ -95,24 +83,24 @@ def mean(
     if weight is not None:
         exchange.verb = "mean with a weight"
         share = _checked_weight(weight, exchange)
-    addends = [as_float64(leaf) for leaf in found.leaves]
+    addends = [leaves.as_float64(leaf) for leaf in found.leaves]
     if weight is not None:
         addends = [torch.zeros_like(a) if share == 0 else a * share for a in addends]
     addends.append(torch.tensor([share], dtype=torch.float64, device="cpu"))
-    ((*totals, total_share),) = exchange.all_reduce(found.kinds(kind_to_average), addends)
+    ((*totals, total_share),) = exchange.all_reduce(found.kinds(leaves.kind_to_average), addends)
     divisor = total_share.item()
     if divisor == 0:
         raise ConfigurationError(
             "mean(weight=) needs a rank with something to average (expected a weight above 0 on at least one rank, got"
             f" 0 on all {exchange.collective.world_size}). Fix: skip the call where no rank has samples."
         )
-    return found.rebuild([from_float64(leaf, t / divisor) for leaf, t in zip(found.leaves, totals, strict=True)])
+    return found.rebuild([leaves.from_float64(leaf, t / divisor) for leaf, t in zip(found.leaves, totals, strict=True)])
 
 
 def _checked_weight(weight: Any, exchange: ValueExchange) -> float:
     """The weight as a number; one that is refused is a fault of this rank's call."""
-    is_number = isinstance(weight, numbers.Real) or is_real_scalar(weight)
-    share = to_float(weight) if is_number else math.nan
+    is_number = isinstance(weight, numbers.Real) or leaves.is_real_scalar(weight)
+    share = leaves.to_float(weight) if is_number else math.nan
     if not 0 <= share < math.inf:
         error = ConfigurationError if is_number else ArgumentTypeError
         rule = "mean(weight=) is how much a rank counts, such as its number of samples"
@@ -140,14 +128,16 @@ def sum(value: Value, process_group: dist.ProcessGroup | None = None) -> Value:
     """
     found, exchange = _begin("sum", value, process_group)
     floats, integers = exchange.all_reduce(
-        found.kinds(kind_to_add),
-        [as_float64(leaf) for leaf in found.leaves if not is_integral(leaf)],
-        [as_halves(leaf) for leaf in found.leaves if is_integral(leaf)],
+        found.kinds(leaves.kind_to_add),
+        [leaves.as_float64(leaf) for leaf in found.leaves if not leaves.is_integral(leaf)],
+        [leaves.as_halves(leaf) for leaf in found.leaves if leaves.is_integral(leaf)],
     )
     next_float, next_integer = iter(floats), iter(integers)
     return found.rebuild(  # type: ignore[no-any-return]
         [
-            from_halves(leaf, next(next_integer), path) if is_integral(leaf) else from_float64(leaf, next(next_float))
+            leaves.from_halves(leaf, next(next_integer), path)
+            if leaves.is_integral(leaf)
+            else leaves.from_float64(leaf, next(next_float))
             for leaf, path in zip(found.leaves, found.paths, strict=True)
         ]
     )
@@ -171,7 +161,7 @@ def gather(value: Any, process_group: dist.ProcessGroup | None = None) -> Any:
         ArgumentTypeError, ConfigurationError, ReplicaMismatchError: as ``sum``; ranks' sizes may differ, though.
     """
     found, exchange = _begin("gather", value, process_group)
-    exchange.check(found.kinds(kind_to_gather))
+    exchange.check(found.kinds(leaves.kind_to_gather))
     payload = to_bytes([leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in found.leaves])
     payloads = exchange.collective.gather_bytes(payload, exchange.device, what="metrics of gather()")
     columns = zip(*map(from_bytes, payloads), strict=True)

@@ -20,13 +20,7 @@ import torch
 from typing_extensions import override
 
 from psengine.collectives.base import Work
-from psengine.gradients.error_texts import (
-    NONE_UNUSED_MESSAGE,
-    graph_changed_message,
-    marked_twice_message,
-    newly_used_message,
-    unfinished_reduction_message,
-)
+from psengine.gradients import error_texts
 from psengine.strategies.base import Strategy
 
 logger = logging.getLogger(__name__)
@@ -94,11 +88,11 @@ class EveryParameter:
 
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:
         """The error's text for a backward in which some parameters (index to name) got no gradient."""
-        return unfinished_reduction_message(rank, missing, find_unused=False)
+        return error_texts.unfinished_reduction_message(rank, missing, find_unused=False)
 
     def describe_repetition(self, rank: int, index: int) -> str:
         """The error's text for a parameter whose hook fired again after its gradient was ready."""
-        return marked_twice_message(index, self._names[index], has_marked_unused=self.has_marked_unused)
+        return error_texts.marked_twice_message(index, self._names[index], has_marked_unused=self.has_marked_unused)
 
 
 class _UsedParameters(EveryParameter):
@@ -184,7 +178,7 @@ class SearchedGraph(_UsedParameters):
         self._has_searched = True
         if not self.unused and not self._has_warned:
             self._has_warned = True
-            logger.warning(NONE_UNUSED_MESSAGE)
+            logger.warning(error_texts.NONE_UNUSED_MESSAGE)
         return self.unused
 
     def _unreached(self, outputs: Iterable[torch.Tensor]) -> list[int]:
@@ -225,7 +219,7 @@ class SearchedGraph(_UsedParameters):
 
     @override
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:
-        return unfinished_reduction_message(rank, missing, find_unused=True)
+        return error_texts.unfinished_reduction_message(rank, missing, find_unused=True)
 
 
 class StaticGraph(_UsedParameters):
@@ -273,8 +267,8 @@ class StaticGraph(_UsedParameters):
 
     @override
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:
-        return graph_changed_message(rank, missing)
+        return error_texts.graph_changed_message(rank, missing)
 
     @override
     def describe_repetition(self, rank: int, index: int) -> str:
-        return newly_used_message(self._names[index], rank)
+        return error_texts.newly_used_message(self._names[index], rank)

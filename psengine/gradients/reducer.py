@@ -22,10 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from psengine.errors import NonFiniteGradientError, ReductionError
-from psengine.gradients.error_texts import (
-    DISTRIBUTED_AUTOGRAD_MESSAGE,
-    converted_message,
-)
+from psengine.gradients import error_texts
 from psengine.gradients.graphs import EveryParameter, SearchedGraph, StaticGraph
 from psengine.gradients.hooks import AccumulationNodes, is_in_distributed_autograd
 from psengine.gradients.in_flight import BucketsInFlight, FiniteCheck
@@ -276,7 +273,7 @@ class Reducer:
             ReductionError: the model was converted since it was wrapped, or gradients would not come to ``.grad``.
         """
         if is_in_distributed_autograd():
-            self._fail(DISTRIBUTED_AUTOGRAD_MESSAGE)
+            self._fail(error_texts.DISTRIBUTED_AUTOGRAD_MESSAGE)
         # One parameter stands for all: where only others were converted, the next forward misses their gradients.
         if self._nodes.was_converted(0):
             self._check_listening(range(len(self.parameters)))
@@ -313,7 +310,7 @@ class Reducer:
     def _check_listening(self, indices: Iterable[int]) -> None:
         """Raise where one of these parameters has lost its hook."""
         for index in () if self._converts_parameters else self._nodes.replaced(indices):
-            self._fail(converted_message(self.names[index], self._collective.rank))
+            self._fail(error_texts.converted_message(self.names[index], self._collective.rank))
 
     def _fail(self, message: str) -> NoReturn:
         self._on_error(message)

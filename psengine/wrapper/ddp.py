@@ -47,19 +47,7 @@ from psengine.tensors.bucket_plan import MIB_BYTES, bucket_limits_bytes
 from psengine.tracing.timeline import end_forward, is_profiling, model_wrapped, recorder, span
 from psengine.tracing.training_metrics import watch
 from psengine.wrapper import arguments as checks
-from psengine.wrapper import switching
-from psengine.wrapper.native_features import (
-    BUILTIN_HOOKS,
-    LoggingData,
-    bucket_hook,
-    check_comm_hook,
-    delay_all_reduce,
-    describe_replica,
-    set_up_mixed_precision,
-    stay_out_of_graphs,
-    sum_over_group,
-    traces_gradient_exchange,
-)
+from psengine.wrapper import native_features, switching
 
 # Captured at import: a program may replace the native class by ours under its own name. Any: the types of the native
 # class's attributes (its Reducer, its Logger) are not ours.
@@ -152,7 +140,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         collective: str | Collective | None = None,
         check_finite: bool = False,
     ) -> None:
-        stay_out_of_graphs()
+        native_features.stay_out_of_graphs()
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         install_hook()
@@ -197,7 +185,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._divide_by_initial_world_size = True
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._static_graph_delay_allreduce_enqueued = False
-        self._use_python_reducer = traces_gradient_exchange()
+        self._use_python_reducer = native_features.traces_gradient_exchange()
         if check_finite:
             checks.check_all_in_buckets(self, "check_finite=True")
         self.forward_sync_buffers, init_sync_buffers = checks.choose_buffer_sync(
@@ -218,11 +206,11 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         check_choice(self.process_group, self._collective_choice)
         checks.check_meets_others(self.strategy)
         self._buffer_broadcast = BufferBroadcast()
-        self.logger = LoggingData()
+        self.logger = native_features.LoggingData()
         self._delay_grad_buffer: torch.Tensor | None = None
         self._delay_all_reduce_all_params = False
         if delayed:
-            delay_all_reduce(self, param_to_hook_all_reduce, self._collective)
+            native_features.delay_all_reduce(self, param_to_hook_all_reduce, self._collective)
             self._delay_all_reduce_all_params = not reducible_parameters(module, self.parameters_to_ignore)
         if self._delay_all_reduce_all_params:
             return
@@ -235,7 +223,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             raise
         weakref.finalize(self, self._tables.close, frees_name=False).atexit = False
         if mixed_precision is not None:
-            set_up_mixed_precision(self)
+            native_features.set_up_mixed_precision(self)
         if static_graph:
             self._set_static_graph()  # native DDP's: what it says of other arguments
         if self._use_python_reducer:
@@ -287,7 +275,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         except BaseException:
             self.strategy.close()
             raise
-        self.reducer._run_allreduce_hook = functools.partial(sum_over_group, weakref.ref(self))
+        self.reducer._run_allreduce_hook = functools.partial(native_features.sum_over_group, weakref.ref(self))
         self.reducer.listen()
         # The hooks keep the reducer alive; it must go when this wrapper goes, or a module that is wrapped again would
         # answer to both.
@@ -328,7 +316,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; gradients of its outputs will be exchanged by the next backward (see ``no_sync``)."""
-        stay_out_of_graphs()
+        native_features.stay_out_of_graphs()
         recorded = None
         if recorder.is_on:
             recorder.settled_ns()
@@ -508,16 +496,16 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             ArgumentTypeError, ConfigurationError: not a hook; see ``check_comm_hook``.
             ReductionError: a hook is registered already.
         """
-        check_comm_hook(self, hook)
+        native_features.check_comm_hook(self, hook)
         self._install_hook(state, hook, hook.__qualname__)
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self._install_hook(self.process_group, BUILTIN_HOOKS[comm_hook_type], str(comm_hook_type))
+        self._install_hook(self.process_group, native_features.BUILTIN_HOOKS[comm_hook_type], str(comm_hook_type))
 
     def _install_hook(self, state: object, hook: Callable[..., Any], name: str) -> None:
         if self._delay_all_reduce_all_params:
             raise ModuleError("all parameters are in delay_all_reduce_named_params; there is no bucket for a hook")
-        self.strategy.register_comm_hook(bucket_hook(state, hook, weakref.ref(self)))
+        self.strategy.register_comm_hook(native_features.bucket_hook(state, hook, weakref.ref(self)))
         self._comm_hooks.append((hook, state))
         self.logger.facts["comm_hook"] = name
 
@@ -539,7 +527,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Facts and times of this replica under native DDP's names."""
-        return describe_replica(self)
+        return native_features.describe_replica(self)
 
     def switch_strategy(self, strategy: str | Strategy) -> None:
         """Go on under another strategy; all ranks call it between two steps, and weights stay as they are.
@@ -647,7 +635,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.process_group = checks.default_group(state["strategy"])
         torch.nn.Module.__setstate__(self, state)
-        self.logger = LoggingData()
+        self.logger = native_features.LoggingData()
         self._collective = collective_for(self.process_group, self._collective_choice, self.device)
         self._buffer_broadcast = BufferBroadcast()
         self._optimizers = weakref.WeakSet()

@@ -16,21 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from psengine.parameter_server import status_model
 from psengine.parameter_server.overview import owns_weights
-from psengine.parameter_server.status_model import (
-    CoordinatedJob,
-    JobStatus,
-    LogStatus,
-    ReplicaStatus,
-    ServerFacts,
-    ServerStatus,
-    ShardJob,
-    ShardStatus,
-    SnapshotStatus,
-    State,
-    Transport,
-    WorkerStatus,
-)
 from psengine.protocol.messages import DURABILITY_TIERS, PUSH_REFUSALS
 from psengine.status_port.http_status import HTML, JSON, TEXT, Pages
 
@@ -49,7 +36,7 @@ _OF_TABLES = (
 _Rows = Iterable[tuple[Sequence[str], Any]]
 
 
-def server_pages(status: Callable[[], ServerStatus], is_healthy: Callable[[], bool]) -> Pages:
+def server_pages(status: Callable[[], status_model.ServerStatus], is_healthy: Callable[[], bool]) -> Pages:
     """The pages by path.
 
     Args:
@@ -88,21 +75,23 @@ def _hash(content: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def render_metrics(status: ServerStatus) -> tuple[str, bytes]:
+def render_metrics(status: status_model.ServerStatus) -> tuple[str, bytes]:
     """Content type and text of ``status`` for Prometheus."""
 
     class StatusCollector(Collector):
         def collect(self) -> Iterable[Any]:
-            yield from _exported("", ServerFacts, [], [((), status)])
+            yield from _exported("", status_model.ServerFacts, [], [((), status)])
             kept = [([tier], tier == status.durability) for tier in DURABILITY_TIERS]
             yield _family("gauge", "durability", "1 for the tier that it offers.", ["tier"], kept)
             lost = sum(owns_weights(job.rule) for job in status.jobs.values()) if status.durability == "memory" else 0
             yield _family("gauge", "unsaved_jobs", "Whose model is lost when the server ends.", [], [((), lost)])
             if status.snapshot is not None:
-                yield from _exported("snapshot_", SnapshotStatus, [], [((), status.snapshot)])
+                yield from _exported("snapshot_", status_model.SnapshotStatus, [], [((), status.snapshot)])
             if status.replica is not None:
-                yield from _exported("", ReplicaStatus, [], [((), status.replica)])
-            yield from _exported("log_", LogStatus, ["shard"], [([str(log.shard)], log) for log in status.logs])
+                yield from _exported("", status_model.ReplicaStatus, [], [((), status.replica)])
+            yield from _exported(
+                "log_", status_model.LogStatus, ["shard"], [([str(log.shard)], log) for log in status.logs]
+            )
             yield from _of_shards([shard for shard in status.shards if not shard.error])
             yield from _of_workers(status.jobs)
 
@@ -111,15 +100,15 @@ def render_metrics(status: ServerStatus) -> tuple[str, bytes]:
     return CONTENT_TYPE_LATEST, generate_latest(registry)
 
 
-def _of_shards(shards: list[ShardStatus]) -> Iterator[Any]:
-    yield from _exported("", ShardStatus, ["shard"], [([str(shard.index)], shard) for shard in shards])
+def _of_shards(shards: list[status_model.ShardStatus]) -> Iterator[Any]:
+    yield from _exported("", status_model.ShardStatus, ["shard"], [([str(shard.index)], shard) for shard in shards])
     moved = [([str(shard.index)], shard.transport) for shard in shards]
-    yield from _exported("transport_", Transport, ["shard"], moved)
+    yield from _exported("transport_", status_model.Transport, ["shard"], moved)
     jobs = [([name, str(shard.index)], job) for shard in shards for name, job in shard.jobs.items()]
     led = [([name, str(shard.index)], job) for shard in shards for name, job in shard.coordinated.items()]
     by_job = [LABEL, "shard"]
-    yield from _exported("", ShardJob, by_job, jobs)
-    yield from _exported("", CoordinatedJob, by_job, led)
+    yield from _exported("", status_model.ShardJob, by_job, jobs)
+    yield from _exported("", status_model.CoordinatedJob, by_job, led)
     for field, kind, text in _OF_TABLES:
         of_tables = [([*labels, table], n) for labels, job in jobs for table, n in getattr(job, field).items()]
         yield _family(kind, field, text, [*by_job, "table"], of_tables)
@@ -138,14 +127,14 @@ def _of_shards(shards: list[ShardStatus]) -> Iterator[Any]:
     yield staleness
 
 
-def _of_workers(jobs: Mapping[str, JobStatus]) -> Iterator[Any]:
+def _of_workers(jobs: Mapping[str, status_model.JobStatus]) -> Iterator[Any]:
     """Of jobs as a whole, over all shards."""
     workers = [([name, str(worker.rank)], worker) for name, job in jobs.items() for worker in job.workers]
-    yield from _exported("worker_", WorkerStatus, [LABEL, "worker"], workers)
+    yield from _exported("worker_", status_model.WorkerStatus, [LABEL, "worker"], workers)
     states = [
         ([name, state], sum(worker.state == state for worker in job.workers))
         for name, job in jobs.items()
-        for state in get_args(State)
+        for state in get_args(status_model.State)
     ]
     yield _family("gauge", "job_workers", "Workers of the job by state.", [LABEL, "state"], states)
 
