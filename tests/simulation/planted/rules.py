@@ -79,6 +79,7 @@ plant("the staleness bound is off by one", Apply, "_is_held", lambda held, self,
 plant("a held answer never leaves", Apply, "release", constant([]))
 plant("a lost answer is not answered again", Apply, "answer_again", constant(None))
 plant("a stale gradient is corrected twice", DelayCompensation, "correct", after(lambda gradient: gradient * 2))
+plant("a first gradient is not corrected", Apply, "note_base", constant(False))
 
 
 @plant("every fifth update is acknowledged and dropped", Apply, "_step")
