@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from psengine.cli.console import printable
-from psengine.cli.status import ServerAddress, TimeoutS
-from psengine.cli.status_overview import StatusSource, open_sources
+from psengine.cli.status import ServerAddress, StatusSource, TimeoutS, open_sources
 from psengine.environment.local_sockets import host_and_port, is_listening
 from psengine.errors import PSEngineError, ServerRefusedError
 

@@ -122,6 +122,11 @@ def examine(name: str, context: CheckContext) -> list[Finding]:
     return findings
 
 
+def judged(is_good: bool, level: Level, text: str, trouble: str, fix: str) -> Finding:
+    """What was found, and if it is not good, why, how bad, and what to do."""
+    return Finding("ok", text) if is_good else Finding(level, f"{text}; {trouble}", fix)
+
+
 def problem_of(error: Exception, fix: str, subject: str) -> Finding:
     """A problem in an error's own words, with the error's own fix where its message has one."""
     text, _, own_fix = str(error).partition(" Fix: ")
@@ -164,13 +169,12 @@ def cuda(context: CheckContext) -> Iterator[Finding]:
     found = _torchs_report()
     cards = "; ".join((found.nvidia_gpu_models or "none").splitlines())
     text = f"GPUs: {cards}; driver {found.nvidia_driver_version}; torch is built for CUDA {torch.version.cuda}"
-    if cards == "none" or (torch.cuda.is_available() and dist.is_nccl_available()):
-        yield Finding("ok", text)
-    else:
-        text += "; torch cannot use them" if not torch.cuda.is_available() else "; torch has no nccl"
-        fix = f"unset CUDA_VISIBLE_DEVICES, update the driver, start the container with --gpus all, or {GET_TORCH}"
-        is_hidden = context.variables.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
-        yield Finding("warning" if is_hidden else "problem", text, fix)
+    is_usable = torch.cuda.is_available()
+    is_good = cards == "none" or (is_usable and dist.is_nccl_available())
+    trouble = "torch has no nccl" if is_usable else "torch cannot use them"
+    fix = f"unset CUDA_VISIBLE_DEVICES, update the driver, start the container with --gpus all, or {GET_TORCH}"
+    is_hidden = context.variables.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    yield judged(is_good, "warning" if is_hidden else "problem", text, trouble, fix)
 
 
 def threads(context: CheckContext) -> Iterator[Finding]:
@@ -186,10 +190,9 @@ def threads(context: CheckContext) -> Iterator[Finding]:
     text = f"ranks here: {ranks}, threads of each: {torch.get_num_threads()}, cores: {usable:g} of {os.cpu_count()}"
     if given and not given.split(",")[0].lstrip("0").isdecimal():
         yield Finding("problem", f"OMP_NUM_THREADS={given!r} is no number of threads: libraries ignore it", fair)
-    elif torch.get_num_threads() * ranks > max(1, math.ceil(usable)):
-        yield Finding("warning", f"{text}; the ranks take the cores from each other", fair)
     else:
-        yield Finding("ok", text)
+        is_good = torch.get_num_threads() * ranks <= max(1, math.ceil(usable))
+        yield judged(is_good, "warning", text, "the ranks take the cores from each other", fair)
 
 
 def _cpu_quota() -> float:
@@ -209,11 +212,10 @@ def dev_shm(context: CheckContext) -> Iterator[Finding]:
     state = os.statvfs("/dev/shm")
     size, free = state.f_frsize * state.f_blocks, state.f_frsize * state.f_bavail
     text = f"/dev/shm: {free >> 20} MiB free of {size >> 20} MiB"
-    if free >= MIN_SHARED_MEMORY_BYTES and os.access("/dev/shm", os.W_OK):
-        yield Finding("ok", text)
-    else:
-        fix = "start the container with --shm-size=8g or --ipc=host, or remove files that dead processes left there"
-        yield Finding("warning", f"{text}, too little or not writable: DataLoader's workers die with 'Bus error'", fix)
+    is_good = free >= MIN_SHARED_MEMORY_BYTES and os.access("/dev/shm", os.W_OK)
+    fix = "start the container with --shm-size=8g or --ipc=host, or remove files that dead processes left there"
+    trouble = "too little or not writable: DataLoader's workers die with 'Bus error'"
+    yield judged(is_good, "warning", text, trouble, fix)
 
 
 def hostname(context: CheckContext) -> Iterator[Finding]:
@@ -231,10 +233,7 @@ def hostname(context: CheckContext) -> Iterator[Finding]:
         text = f"this host's name, {name}, resolves to {', '.join(addresses) or 'nothing'}"
         is_good = bool(addresses) and all(map(_is_reachable, addresses))
     level: Level = "problem" if chosen or context.spans_hosts else "note"
-    if is_good:
-        yield Finding("ok", text)
-    else:
-        yield Finding(level, f"{text}: ranks on other hosts cannot connect to this one", fix)
+    yield judged(is_good, level, text, "ranks on other hosts cannot connect to this one", fix)
 
 
 def addresses_of(host: str) -> list[str]:
@@ -266,11 +265,9 @@ def launcher(context: CheckContext) -> Iterator[Finding]:
         return
     host = urlsplit(placement.init_method).hostname
     text = f"launcher: {placement.launcher}, rank {placement.rank} of {placement.world_size}"
-    if host and not addresses_of(host):
-        fix = "set MASTER_ADDR to a name or address of rank 0's host that every host knows"
-        yield Finding("problem", f"{text}; the master's name {host} does not resolve", fix)
-    else:
-        yield Finding("ok", text)
+    is_good = not host or bool(addresses_of(host))
+    fix = "set MASTER_ADDR to a name or address of rank 0's host that every host knows"
+    yield judged(is_good, "problem", text, f"the master's name {host} does not resolve", fix)
 
 
 def variables(context: CheckContext) -> Iterator[Finding]:

@@ -22,8 +22,7 @@ from support.worker_sessions import entered
 
 import psengine
 from psengine.cli.main import main
-from psengine.cli.status import jobs_view, servers_table
-from psengine.cli.status_overview import ServerReport, merge
+from psengine.cli.status import ServerReport, jobs_view, merge, servers_table
 from psengine.parameter_server.server.events import EventLog
 from psengine.parameter_server.status_model import LogStatus, ReplicaStatus, ServerFacts
 

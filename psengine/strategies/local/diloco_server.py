@@ -20,7 +20,7 @@ from typing_extensions import Unpack, override
 from psengine.parameter_server.chunk_codecs import only_gradients
 from psengine.parameter_server.client.operation import wait_all
 from psengine.parameter_server.client.worker_session import WorkerSession
-from psengine.strategies.local.fragments import parameter_buckets
+from psengine.strategies.local.local_steps import parameter_buckets
 from psengine.strategies.local.rounds import OuterStep, Part, RoundOptions, Rounds
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
 from psengine.strategies.servers.chunked_replica import ChunkedReplica
