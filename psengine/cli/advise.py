@@ -18,7 +18,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -260,15 +260,15 @@ def server_exchange_s(size_bytes: int) -> float:
     Raises:
         PSEngineError: packages for servers are missing, or the server did not start or answer.
     """
-    from psengine.verify.comparison import comparison_server
+    from psengine.parameter_server.client.client import connect
+    from psengine.parameter_server.client.embedded import EmbeddedServer
 
-    with comparison_server() as address:
-        from psengine.parameter_server.client.client import connect
-
-        echoed_bytes = max(1, min(size_bytes, MAX_ECHO_BYTES))
-        with connect(address, role="reader", timeout_s=SERVER_TIMEOUT_S, connect_timeout_s=SERVER_TIMEOUT_S) as client:
-            # The first two open connections and grow buffers.
-            seconds = [client.echo(echoed_bytes) for _ in range(9)][2:]
+    echoed_bytes = max(1, min(size_bytes, MAX_ECHO_BYTES))
+    with ExitStack() as stack:
+        address, wait_s = stack.enter_context(EmbeddedServer.start()).addresses, SERVER_TIMEOUT_S
+        client = stack.enter_context(connect(address, role="reader", timeout_s=wait_s, connect_timeout_s=wait_s))
+        # The first two open connections and grow buffers.
+        seconds = [client.echo(echoed_bytes) for _ in range(9)][2:]
     return statistics.median(seconds) * size_bytes / echoed_bytes
 
 

@@ -80,16 +80,15 @@ def status(
         if watch:
             _watch(sources, job, interval_s, console)
             return
-        view = _View(ask_all(sources, job), job)
+        found = ask_all(sources, job)
     finally:
         for source in sources:
             source.close()
     if as_json:
-        told = {"healthy": not view.problems, "problems": view.problems, **view.overview.to_json()}
-        print(msgspec.json.encode(told).decode())
+        print(msgspec.json.encode(found.to_json()).decode())
     else:
-        console.print(view)
-    if view.problems:
+        console.print(found)
+    if found.problems:
         raise typer.Exit(EXIT_UNHEALTHY)
 
 
@@ -99,35 +98,12 @@ def _watch(sources: Sequence[StatusSource], job: str | None, interval_s: float, 
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with Live(console=console, screen=console.is_terminal, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
-            view = _View(ask_all(sources, job), job)
+            found = ask_all(sources, job)
             if console.is_terminal:
-                live.update(view, refresh=True)
+                live.update(found, refresh=True)
             else:
-                console.print(view)
+                console.print(found)
             time.sleep(interval_s)
-
-
-class _View:
-    """An overview, drawn as wide as the terminal is at that moment."""
-
-    def __init__(self, overview: Overview, job: str | None) -> None:
-        self.overview = overview
-        # A job may be at a server that does not answer.
-        is_missing = job is not None and job not in overview.jobs and not any(one.error for one in overview.reports)
-        self.problems = overview.problems + ([f"there is no job {job!r} at these servers"] if is_missing else [])
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Servers, jobs, events; what is wrong."""
-        yield servers_table(self.overview.reports, options.max_width)
-        yield Text()
-        yield jobs_view(self.overview, options.max_width)
-        if self.overview.events:
-            yield Text("events", "dim")
-            yield events_view(self.overview.events, EVENT_LINES)
-        for text in self.overview.warnings:
-            yield Text(text, "yellow")
-        for text in self.problems:
-            yield Text(text, "bold red")
 
 
 @dataclass(frozen=True)
@@ -214,7 +190,8 @@ def servers_table(reports: Sequence[ServerReport], width: int) -> RenderableType
         if report.error:
             table.add_row(Text(report.address, "bold red"), "", "", Text("does not answer", "bold red"))
         for shard in report.shards:
-            moved = [_number(amount / 1e6) for amount in shard_bytes(shard)]
+            jobs = shard.jobs.values()  # payload bytes of all of them
+            moved = [_number(sum(getattr(job, name) for job in jobs) / 1e6) for name in ("bytes_in", "bytes_out")]
             memory = f"{_megabytes(shard.memory_bytes)} / {_megabytes(shard.max_memory_bytes)}"
             name = _server_name(report) if shard is report.shards[0] else ""
             cells = (name, str(shard.index), report.facts.durability or UNKNOWN, memory, *moved)
@@ -393,10 +370,24 @@ class StatusSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Overview:
-    """All servers' reports, and the jobs merged over their shards."""
+    """All servers' reports, and the jobs merged over their shards: all, or the one of the name ``wanted``."""
 
     reports: Sequence[ServerReport]
     jobs: Mapping[str, JobStatus]
+    wanted: str | None = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Servers, jobs, events; what is wrong; as wide as the terminal is at that moment."""
+        yield servers_table(self.reports, options.max_width)
+        yield Text()
+        yield jobs_view(self, options.max_width)
+        if self.events:
+            yield Text("events", "dim")
+            yield events_view(self.events, EVENT_LINES)
+        for text in self.warnings:
+            yield Text(text, "yellow")
+        for text in self.problems:
+            yield Text(text, "bold red")
 
     @property
     def unix_s(self) -> float:
@@ -434,6 +425,9 @@ class Overview:
             silent = [str(worker.rank) for worker in job.workers if worker.state == "silent"]
             if silent:
                 found.append(f"job {name!r}: nothing was heard of worker {', '.join(silent)}")
+        # A job may be at a server that does not answer.
+        if self.wanted not in (None, *self.jobs) and not any(report.error for report in self.reports):
+            found.append(f"there is no job {self.wanted!r} at these servers")
         return found
 
     @property
@@ -455,8 +449,10 @@ class Overview:
         return found
 
     def to_json(self) -> dict[str, Any]:
-        """For programs, without the problems."""
+        """For programs."""
         return {
+            "healthy": not self.problems,
+            "problems": self.problems,
             "warnings": self.warnings,
             "servers": [_server_json(report) for report in self.reports],
             "jobs": self.jobs,
@@ -498,12 +494,8 @@ def merge(reports: Sequence[ServerReport], job: str | None = None) -> Overview:
     # An epoch is the random number of a server process's life.
     shards = {(shard.epoch, shard.index): shard for report in reports for shard in report.shards}
     jobs = merge_jobs(shards.values())
-    return Overview(reports=reports, jobs={name: jobs[name] for name in jobs if job is None or name == job})
-
-
-def shard_bytes(shard: ShardStatus) -> tuple[int, int]:
-    """Payload bytes a shard received and sent, of all its jobs."""
-    return sum(job.bytes_in for job in shard.jobs.values()), sum(job.bytes_out for job in shard.jobs.values())
+    chosen = {name: jobs[name] for name in jobs if job is None or name == job}
+    return Overview(reports=reports, jobs=chosen, wanted=job)
 
 
 def _server_json(report: ServerReport) -> dict[str, Any]:

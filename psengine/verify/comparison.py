@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 
 from psengine.errors import ConfigurationError
+from psengine.parameter_server.client.embedded import EmbeddedServer
 from psengine.specification import Specification
 from psengine.strategies.registry import resolve_strategy
 from psengine.verify.differences import KINDS, Difference, Tolerance
@@ -143,7 +144,7 @@ def compare(
         is_over_servers(name) and "servers" not in Specification.parse("strategy", name).options
         for name in (settings.strategy, settings.against)
     )
-    with comparison_server() if needs_server else nullcontext() as server:
+    with EmbeddedServer.start() if needs_server else nullcontext() as server:
         found = merge(_train(target, settings, server, on_note), target, settings)
         if found.verdict != DIFFERENT:
             return found
@@ -167,14 +168,16 @@ def compare(
     return replace(found, is_reproducible=differs is None, notes=(*notes, *found.notes))
 
 
-def _train(target: str, settings: Settings, server: str | None, on_note: Callable[[str], None]) -> list[Findings]:
+def _train(
+    target: str, settings: Settings, server: EmbeddedServer | None, on_note: Callable[[str], None]
+) -> list[Findings]:
     """What each rank found. Strategies over servers use ``server``, or those that they name; each has its own job."""
     job = f"verify-{uuid.uuid4().hex}"
     strategies = []
     for number, name in enumerate((settings.strategy, settings.against)):
         specification = name
         if is_over_servers(name):
-            own = {"job": f"{job}.{number}"} | ({} if server is None else {"servers": server})
+            own = {"job": f"{job}.{number}"} | ({} if server is None else {"servers": server.addresses[0]})
             specification = Specification.parse("strategy", name).with_options(**own)
         strategies.append((name, specification))
     return run_ranks(
@@ -235,17 +238,3 @@ def is_over_servers(strategy: str) -> bool:
         return strategy != NATIVE and not resolve_strategy(strategy).capabilities.needs_process_group
     except ConfigurationError as error:
         raise ConfigurationError(f"{error} ({NATIVE!r} is native DDP)") from error
-
-
-@contextmanager
-def comparison_server() -> Iterator[str]:
-    """Start a server for this comparison alone and yield its address.
-
-    Raises:
-        ConfigurationError: this environment names keys, which the server would not have.
-        ServerError: it did not start.
-    """
-    from psengine.parameter_server.client.embedded import EmbeddedServer
-
-    with EmbeddedServer.start() as server:
-        yield server.addresses[0]

@@ -10,7 +10,7 @@ The servers hold what all agreed on last and the outer optimizer, in their snaps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,9 @@ from typing_extensions import Unpack, override
 
 from psengine.parameter_server.chunk_codecs import only_gradients
 from psengine.parameter_server.client.operation import wait_all
-from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.strategies.local.local_steps import parameter_buckets
 from psengine.strategies.local.rounds import OuterStep, Part, RoundOptions, Rounds
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
-from psengine.strategies.servers.chunked_replica import ChunkedReplica
 from psengine.strategies.servers.pushes import Pushes
 from psengine.strategies.servers.server_optimizer import ServerState
 from psengine.tensors.bucket import Bucket
@@ -80,7 +78,7 @@ class DilocoServer(Rounds, ServerStrategy):
     def _entered(self, state: str) -> None:
         """The servers get the outer optimizer; another worker's, with the same options, is the same."""
         self._outer = OuterStep(self.replica.parameters, self._rounds)
-        self._parts = [_Merge(self.session, self.chunks, self._buckets, self._outer, self.await_worker_0)]
+        self._parts = [_Merge(self, self._outer)]
         self._is_settled = True
 
     @override
@@ -107,20 +105,13 @@ class _Merge(Part):
     every worker goes on within its own round.
     """
 
-    def __init__(
-        self,
-        session: WorkerSession,
-        chunks: ChunkedReplica,
-        buckets: Sequence[Bucket],
-        outer: OuterStep,
-        await_worker_0: Callable[[Mapping[int, torch.Tensor]], None],
-    ) -> None:
+    def __init__(self, strategy: DilocoServer, outer: OuterStep) -> None:
         super().__init__()
-        self._session = session
-        self._chunks = chunks
-        self._buckets = buckets
+        self._session = session = strategy.session
+        self._chunks = chunks = strategy.chunks
+        self._buckets = strategy._buckets
         self._outer = outer
-        self._await_worker_0 = await_worker_0
+        self._await_worker_0 = strategy.await_worker_0
         specs = session.attach_optimizer(chunks.specs, outer.optimizer, outer.anchors)
         self._pushes = Pushes(session, chunks, specs)
         self._server_state = ServerState(outer.optimizer, outer.anchors, session, specs)
@@ -131,22 +122,19 @@ class _Merge(Part):
         if self._session.rank == 0:
             self._store()
             return
-        written = {}
+        self._await_worker_0({key: values.clone() for key, values in self._anchors()})
+
+    def _anchors(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """What replicas agreed on last, by chunk, on the CPU."""
         for bucket in self._buckets:
             bucket.pack(self._outer.anchors_of(bucket))
-            chunks = self._chunks.of_bucket[bucket.index]
-            written.update({spec.key: bucket.flat[start:end].clone().cpu() for spec, start, end in chunks})
-        self._await_worker_0(written)
+            for spec, start, end in self._chunks.of_bucket[bucket.index]:
+                yield spec.key, bucket.flat[start:end].cpu()
 
     def _store(self) -> None:
         if self._session.rank != 0:
             return
-        stores = []
-        for bucket in self._buckets:
-            bucket.pack(self._outer.anchors_of(bucket))
-            for spec, start, end in self._chunks.of_bucket[bucket.index]:
-                stores.append(self._session.store(spec.key, bucket.flat[start:end].cpu()))
-        wait_all(stores)
+        wait_all([self._session.store(key, values) for key, values in self._anchors()])
         self._server_state.store()
 
     @override

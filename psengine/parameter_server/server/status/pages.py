@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from importlib import resources
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import msgspec
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from prometheus_client.registry import Collector
 
 from psengine.parameter_server import status_model
 from psengine.parameter_server.overview import owns_weights
@@ -77,27 +77,23 @@ def _hash(content: str) -> str:
 
 def render_metrics(status: status_model.ServerStatus) -> tuple[str, bytes]:
     """Content type and text of ``status`` for Prometheus."""
+    collector: Any = SimpleNamespace(collect=lambda: _families(status))
+    return CONTENT_TYPE_LATEST, generate_latest(collector)
 
-    class StatusCollector(Collector):
-        def collect(self) -> Iterable[Any]:
-            yield from _exported("", status_model.ServerFacts, [], [((), status)])
-            kept = [([tier], tier == status.durability) for tier in DURABILITY_TIERS]
-            yield _family("gauge", "durability", "1 for the tier that it offers.", ["tier"], kept)
-            lost = sum(owns_weights(job.rule) for job in status.jobs.values()) if status.durability == "memory" else 0
-            yield _family("gauge", "unsaved_jobs", "Whose model is lost when the server ends.", [], [((), lost)])
-            if status.snapshot is not None:
-                yield from _exported("snapshot_", status_model.SnapshotStatus, [], [((), status.snapshot)])
-            if status.replica is not None:
-                yield from _exported("", status_model.ReplicaStatus, [], [((), status.replica)])
-            yield from _exported(
-                "log_", status_model.LogStatus, ["shard"], [([str(log.shard)], log) for log in status.logs]
-            )
-            yield from _of_shards([shard for shard in status.shards if not shard.error])
-            yield from _of_workers(status.jobs)
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(StatusCollector())
-    return CONTENT_TYPE_LATEST, generate_latest(registry)
+def _families(status: status_model.ServerStatus) -> Iterator[Any]:
+    yield from _exported("", status_model.ServerFacts, [], [((), status)])
+    kept = [([tier], tier == status.durability) for tier in DURABILITY_TIERS]
+    yield _family("gauge", "durability", "1 for the tier that it offers.", ["tier"], kept)
+    lost = sum(owns_weights(job.rule) for job in status.jobs.values()) if status.durability == "memory" else 0
+    yield _family("gauge", "unsaved_jobs", "Whose model is lost when the server ends.", [], [((), lost)])
+    if status.snapshot is not None:
+        yield from _exported("snapshot_", status_model.SnapshotStatus, [], [((), status.snapshot)])
+    if status.replica is not None:
+        yield from _exported("", status_model.ReplicaStatus, [], [((), status.replica)])
+    yield from _exported("log_", status_model.LogStatus, ["shard"], [([str(log.shard)], log) for log in status.logs])
+    yield from _of_shards([shard for shard in status.shards if not shard.error])
+    yield from _of_workers(status.jobs)
 
 
 def _of_shards(shards: list[status_model.ShardStatus]) -> Iterator[Any]:
