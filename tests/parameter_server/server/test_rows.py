@@ -18,6 +18,7 @@ from psengine.protocol.frames import decode, encode
 from psengine.protocol.layout import first_difference
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode, Message, MessageType
 from psengine.protocol.rows import pack_rows, unpack_rows
+from psengine.protocol.views import Release
 
 
 def ids_of(*ids):
@@ -57,6 +58,14 @@ def test_a_row_that_is_not_finite_is_named_and_refused_or_passed_on():
     world.release([worker], 1, contributors=((0, 1),))
     assert worker.take(MessageType.UPDATED)[0].body == {}
     assert worker.pull_rows(0, ids_of(3, 8, 9)).isnan().sum() == 1
+
+
+def test_a_merge_that_overflows_may_name_who_has_left():
+    world, workers = world_of(2, [table()], rule=MERGE | {"quorum": 2})
+    for worker in workers:
+        worker.push_rows(0, 1, ids_of(), torch.ones(0, 4), overflow=True)
+    world.publish(workers[:1], releases=(Release(1, 1, ((0, 1), (1, 1))),))
+    assert workers[0].take(MessageType.UPDATED)[0].body == {"refused": "overflow"}
 
 
 def test_rows_asked_for_ahead_are_held_one_step_earlier():

@@ -272,7 +272,8 @@ class Job(RuleContext):
         self.statistics.refused[why] += 1
         if why == "abstained":
             return  # a worker that only asks for weights
-        self.workers[push.rank].refused += 1
+        if self.is_member(push.rank, push.incarnation):  # who left may have a part in a merge that was decided
+            self.workers[push.rank].refused += 1
         text = f"worker {push.rank}: its gradient of {spec.describe()} was refused ({why})"
         self._note("refused", text, job=self.name, worker=push.rank)
 
