@@ -81,8 +81,13 @@ def knows(shard: Any, job: int, key: int, rank: int, incarnation: int, step: int
     known = rule.workers.get(rank)
     if known is not None and known.incarnation == incarnation and step <= known.step:
         return True
-    waiting = rule.here.get(rank) if hasattr(rule, "here") else None
-    return waiting is not None and (waiting.incarnation, waiting.step) == (incarnation, step)
+    return (rank, incarnation, step) in waiting(shard, job, key)
+
+
+def waiting(shard: Any, job: int, key: int) -> set[tuple[int, int, int]]:
+    """(rank, incarnation, step) of each contribution that a chunk has, and is yet to merge."""
+    here = getattr(_rules(shard, job)[key], "here", {}).values()
+    return {(one.rank, one.incarnation, one.step) for one in here}
 
 
 def held_weights(shard: Any, job: int, key: int, rank: int) -> Values | None:

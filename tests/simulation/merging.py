@@ -141,10 +141,13 @@ class MergingJob(ApplyingJob):
         where = f"version {version} of chunk {key}, after {chunk.version}, is not what decisions {numbers} make"
         # What nobody was told of may be forgotten, and what a shard that went back to a snapshot was told of.
         open_ = [number for number in numbers if not self.scenario.keeps_updates or number not in self._told]
+        waiting = inspection.waiting(shard, self.world.number, key)
+        to_come = {(self.world.process_of(rank, its).number, step) for rank, its, step in waiting}
         for count in range(len(open_) + 1):
             for left_out in itertools.combinations(open_, count):
                 found = self._follow(key, [number for number in numbers if number not in left_out])
-                if len(found) == version - chunk.version and self._is_near(found[-1][1].values, values):
+                is_so = len(found) == version - chunk.version and to_come.isdisjoint(found[-1][1].updates)
+                if is_so and self._is_near(found[-1][1].values, values):
                     found[-1][1].values = values
                     for number, after in found:
                         before = chunk.versions[chunk.version]
