@@ -68,6 +68,16 @@ def test_parameters_need_configure_first():
     assert whole(world) == before
 
 
+def test_a_floor_is_forgotten_with_the_run_that_reached_it():
+    world, workers = fleet(2, max_staleness=0)
+    push_all(workers, 1, torch.ones(6))
+    world.release(workers, 1)
+    world.publish(later := [Worker(world, rank, rule=workers[0].rule, incarnation=60 + rank) for rank in range(2)])
+    for worker in later:
+        worker.resume()
+    assert later[0].push(0, 1, torch.ones(6), 2) == []
+
+
 def test_what_was_computed_before_an_eviction_is_stale_under_a_bound():
     world, workers = fleet(2, max_staleness=1)
     push_all(workers, 1, torch.ones(6))

@@ -177,6 +177,8 @@ class Job(RuleContext):
         """A higher view came."""
         if not self.holds_weights:
             self.taken = 0  # steps that are dropped are decided again
+        # Not the greatest so far: once all have gone and a coordinator forgot them, the next run counts from 1 again.
+        self.floor = max((one.step for one in view.releases if one.contributors is None), default=0)
         self._set_view(view)
         self.registrars.clear()
         replies = [reply for rule in self.rules.values() for reply in rule.adopt(view)]
