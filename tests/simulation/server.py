@@ -97,8 +97,8 @@ class ServerProcess:
             self.threads.extend(SimulatedThread(self, shard, self.addresses) for shard in self.shards)
 
     def draw_epoch(self) -> int:
-        """A life's number, by this machine's clock; no two lives begin in one microsecond, as all would at once."""
-        return (int(self._wall_s() * 1e6) + self.host) << 10 | self._rng.getrandbits(10)
+        """A life's number, by this machine's clock. Servers begin 16 us apart: incarnations count up from it."""
+        return (int(self._wall_s() * 1e6) + 16 * self.host) << 10 | self._rng.getrandbits(10)
 
     def _wall_s(self) -> float:
         return WALL_S + self._wrong_s + self.clock.now_s  # type: ignore[no-any-return]

@@ -169,7 +169,9 @@ class Training:
     def _begin_next_run(self) -> None:
         """The same job, by other processes."""
         former, self.run = self.run, self._later.pop(0)
-        is_cut_short = self.has_failed or former.killed_s is not None
+        # A worker whose LEAVE was cut off has ended, and is a member for a lease.
+        states = [inspection.worker_state(self.lead, self.name, p.rank, p.incarnation) for p in self.all_processes]
+        is_cut_short = self.has_failed or former.killed_s is not None or "member" in states
         self.joins, self.has_failed = is_cut_short or (self.joins and not self.job.is_trained), False
         self.counts["later runs"] += 1
         self.scenario = self.job.scenario = replace(self.scenario, workers=self.run.workers)
