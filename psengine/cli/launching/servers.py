@@ -150,11 +150,12 @@ class ServerGroup:
             arguments += ["--status-port", self._status_port]
         if self._electors:
             arguments += ["--election", f"launcher={self._record(number)}"]
-        self._led_s[number] = time.monotonic()
         if "--snapshot-interval-s" not in self._options:
             arguments += ["--snapshot-interval-s", str(SNAPSHOT_INTERVAL_S)]
         process = self._launched.pop() if self._launched else None
-        return EmbeddedServer.start(arguments=[*arguments, *self._options], process=process)
+        server = EmbeddedServer.start(arguments=[*arguments, *self._options], process=process)
+        self._led_s[number] = time.monotonic()  # it could not lead before it was there
+        return server
 
     def _newest_first(self, name: str) -> list[Path]:
         """The directories of a server and its follower: whoever leads first has the newest snapshot of a run before."""

@@ -27,7 +27,8 @@ from psengine.errors import ServerError
 logger = logging.getLogger(__name__)
 
 READY = "psengine-server ready "
-START_S = 30.0
+# Starting imports torch: three seconds on a calm machine, half a minute on a busy one.
+START_S = 60.0
 STOP_S = 5.0
 _KEPT_LINES = 60
 
