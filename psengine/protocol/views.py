@@ -87,7 +87,7 @@ class View(Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
         epoch: of the coordinator that published it.
         members: by rank.
         shards: the epoch of each shard of the job, the lead's first.
-        from_step: averaging jobs: shards forget what they have of this step and later ones.
+        from_step: averaging jobs: shards forget what they have of this step and later ones; none without members.
         world_size: workers that the job was begun with.
         donor: averaging jobs: the rank that returns the averages of ``from_step - 1`` to shards that lack them.
         chunks: how many chunks each shard of the job has; () where the coordinator does not know.

@@ -3,7 +3,7 @@
 A payload is the encoding of values and a residual, and what it leaves out is the next residual:
 
 - of a worker: from zeros on, as long as its process lives; a gradient that does not count changes nothing;
-- of a server: from zeros on, as long as its life; a step that a view takes back changes nothing.
+- of a server: from zeros on, as long as its life; a step that a view with members takes back changes nothing.
 
 So the oracle, which encodes by itself, makes the payloads of gradients to the bit. Of an average it looks for the
 workers whose payloads, added in the order of ranks to what the server kept, are encoded to what the server answers.
@@ -12,6 +12,7 @@ workers whose payloads, added in the order of ranks to what the server kept, are
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -117,9 +118,11 @@ class Residuals:
         number = self._world.number
         view = inspection.view_number(shard, number)[1]
         if message.type is MessageType.VIEW:
+            adopted = view_of(message.body)
+            from_step = adopted.from_step if adopted.members else math.inf
             for (life, key), kept in self._of_server.items():
                 if life == server.epoch and inspection.has_chunk(shard, number, key) and kept.view != view:
-                    self._adopt(kept, view_of(message.body).from_step, view)
+                    self._adopt(kept, from_step, view)
             return
         key, step = message.key, message.sequence
         if message.type is MessageType.REGISTER and not view:
@@ -139,7 +142,7 @@ class Residuals:
         if answers and step not in kept.closed:
             self._close(kept, step, key, answers[0])
 
-    def _adopt(self, kept: Kept, from_step: int, view: int) -> None:
+    def _adopt(self, kept: Kept, from_step: float, view: int) -> None:
         kept.view = view
         kept.pushed.clear()
         kept.closed = {step: residual for step, residual in kept.closed.items() if step < from_step}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.shard_world import APPLY, AVERAGE, Worker, World, codes, spec, team, whole, world_of
+from support.shard_world import APPLY, AVERAGE, Worker, World, codes, push_all, spec, team, whole, world_of
 
 from psengine.codecs.fp4 import Fp4
 from psengine.codecs.int8 import Int8
@@ -121,6 +121,26 @@ def test_a_payload_that_is_not_finite_when_decoded_is_not_applied(codec, payload
     (answer,) = worker.push(0, 1, payload)
     assert (answer.type, answer.body["refused"]) == (MessageType.UPDATED, "non_finite")
     assert torch.equal(weights_at(worker), before)
+
+
+def test_a_view_without_members_takes_back_no_average_and_no_residual():
+    gradients = [encode(OneBit(), torch.arange(600.0) + step) for step in range(2)]
+    averages = []
+    for are_out in (False, True):
+        world, workers = world_of(2, [spec(0, 600)], rule=averaging("onebit"))
+        for step, gradient in enumerate(gradients, 1):
+            push_all(workers, step, gradient)
+            if step == 1 and are_out:
+                workers[1].take()
+                world.publish([], forwarded_by=workers)
+                world.publish(workers, from_step=2, donor=0)
+                for worker in workers:
+                    worker.resume()
+                workers[1].push(0, 1, gradient)  # its answer was lost
+        averages.append([*workers[1].updates().values()])
+    (first, second), others = averages[0], averages[1]
+    assert torch.equal(others[0], first)
+    assert torch.equal(others[1], second)
 
 
 @pytest.mark.parametrize("codec", [Int8(), Fp4(), OneBit(), TopK(ratio=0.1)], ids=repr)

@@ -7,9 +7,9 @@
 The weights are in the workers, and ``values`` are what a worker last deposited for others. A step has one result, kept
 until every member has it. A step in which all abstain has no average, and changes nothing.
 
-A view takes back all steps from its ``from_step`` on: nobody has used them, and workers push them again. Of an earlier
-step nothing is taken back. A server that restarted has no results; the view's donor returns that of the last step. A
-snapshot has neither steps nor values: after a restart workers push again, and deposit anew.
+A view with members takes back all steps from its ``from_step`` on: nobody has used them, and workers push them again.
+Of an earlier step nothing is taken back. A server that restarted has no results; the view's donor returns that of the
+last step. A snapshot has neither steps nor values: after a restart workers push again, and deposit anew.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.chunk_rule import ChunkRule, KnownWorker
 from psengine.parameter_server.server.rules.contribution_set import ContributionSet, check_weight
 from psengine.parameter_server.server.rules.exchange import Contribution, Reply, RuleContext
+from psengine.protocol.bounds import INT64_MAX
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode
 from psengine.protocol.views import Release, View
@@ -95,7 +96,9 @@ class Average(ChunkRule):
 
     @override
     def adopt(self, view: View) -> list[Reply]:
-        first, former, self.workers = view.from_step, self.workers, {}
+        # A view without members does not know what those have who may come back: their next view says it.
+        first = view.from_step if view.members else INT64_MAX
+        former, self.workers = self.workers, {}
         for member in view.members:
             known = former.get(member.rank)
             if known is None or known.incarnation != member.incarnation:
