@@ -79,6 +79,8 @@ class Finished:
 class AveragingJob(Job):
     """See the module's text."""
 
+    hears_former = True  # a worker that has its average gives it to the new leader
+
     def __init__(self, world) -> None:
         super().__init__(world)
         scenario = self.scenario

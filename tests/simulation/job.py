@@ -18,11 +18,13 @@ class Job:
         specs: the model.
         rule: as HELLO says it.
         answered: pushes that were.
+        hears_former: it is told also of a leader that does not know yet that another leads.
         excused: servers of whose disk bits have flipped, or whose processes have died with all that they had.
     """
 
     specs: list[ChunkSpec]
     rule: dict[str, Any]
+    hears_former = False
 
     def __init__(self, world) -> None:
         self.world, self.scenario = world, world.scenario

@@ -260,11 +260,12 @@ class SimulatedThread(shard_thread.ShardThread):
         def watched(message: Message, sender: Sender) -> list[Outgoing]:
             outgoing = apply(message, sender)
             world = self._server.world
-            if world.leaders.get(self._server.index) is self._server and self.leads:  # else it is another's record
-                for training in world.trainings:
+            is_newest = world.leaders.get(self._server.index) is self._server
+            for training in world.trainings if self.leads else ():  # else it is another's record
+                if is_newest:
                     training.views.applied(self._server, self.shard)
-                    if training.number == message.job:
-                        training.job.applied(self._server, self.shard, message, outgoing)
+                if training.number == message.job and (is_newest or training.job.hears_former):
+                    training.job.applied(self._server, self.shard, message, outgoing)
             return outgoing
 
         return watched
