@@ -52,7 +52,6 @@ from psengine.parameter_server.segment import machine_memory_bytes, resident_byt
 from psengine.parameter_server.server.coordinator.coordinator import Interfaces
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.durability.tier import Durability
-from psengine.parameter_server.server.events import EventLog
 from psengine.parameter_server.server.interfaces import ShardSettings
 from psengine.parameter_server.server.replication.election import Member
 from psengine.parameter_server.server.replication.pair import Pair
@@ -64,11 +63,12 @@ from psengine.parameter_server.server.status.pages import server_pages
 from psengine.parameter_server.server.transport.authentication import Authenticator
 from psengine.parameter_server.server.transport.endpoint import LINGER_MS, UNREAD_BYTES, BindError, Endpoint
 from psengine.parameter_server.server.transport.shard_thread import LAST_MESSAGES_S, ShardEndedError, ShardThread
-from psengine.parameter_server.status_model import ServerFacts, ServerStatus, ShardStatus
+from psengine.parameter_server.status_model import Event, ServerFacts, ServerStatus, ShardStatus
 from psengine.protocol.bounds import KEY_BYTES
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import ErrorCode, Message
 from psengine.status_port.http_status import HttpStatus
+from psengine.tracing.logging_format import RateLimit
 from psengine.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -89,11 +89,24 @@ ORDERED_SNAPSHOT_S = 6.0
 UNACCOUNTED_BYTES = 1 << 30
 LOOK_S = 1.0  # how often the service manager is told that all is well, and memory is looked at
 _MAX_DESCRIPTORS = 1 << 20
-logger = logging.getLogger(__name__)
 ANSWER_DEADLINE_S = 3.0
 # A shard that does not tick for so long is unhealthy; copying a large model for a snapshot takes a second.
 HEALTHY_S = 10.0
 _Result = TypeVar("_Result")
+MAX_EVENTS = 200
+# A refused gradient comes with hundreds of chunks a second, and a disk stays full for days: the last one stays, with
+# how many were like it.
+_MERGED = frozenset({"refused", "memory", "stood_still", "snapshot", "snapshot_failed", "waits"})
+_LOGGED = {
+    **dict.fromkeys(("snapshot", "leads", "follower"), logging.INFO),
+    **dict.fromkeys(("evicted", "fenced", "lost", "stood_still", "log_room", "draining"), logging.WARNING),
+    **dict.fromkeys(("follower_lost", "anew", "waits"), logging.WARNING),
+    **dict.fromkeys(("snapshot_failed", "log_low", "memory"), logging.ERROR),
+    **dict.fromkeys(("log_full", "log_failed"), logging.CRITICAL),
+}
+# Anybody who reaches the server can come and go: a line for each would fill the disk. A whole host's workers fit in.
+LINES_INTERVAL_S = 10.0
+MAX_LINES = 128
 
 
 class Server:
@@ -718,3 +731,38 @@ class ShardGroup:
         for thread in self.threads:
             if thread.is_alive():  # where the start fails none has begun
                 thread.join(timeout=2.0)
+
+
+class EventLog:
+    """What happened to a server, its jobs and workers, for people: the last ``MAX_EVENTS``; thread-safe.
+
+    It writes lines to the server's log, too.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lines = RateLimit(LINES_INTERVAL_S, MAX_LINES)
+        # By where they come from, in the order of their times: the last event, and how many there were.
+        self._events: dict[object, tuple[Event, int]] = {}
+
+    def note(self, kind: str, text: str, *, job: str = "", worker: int | None = None) -> None:
+        """Something happened; the arguments are those of ``Event``."""
+        source = (kind, job, worker) if kind in _MERGED else object()
+        with self._lock:
+            _, count = self._events.pop(source, (None, 0))
+            if count and kind != "snapshot":
+                text = f"{text}; {count} like it before"
+            self._events[source] = Event(round(time.time(), 3), kind, job, worker, text), count + 1
+            if len(self._events) > MAX_EVENTS:
+                del self._events[next(iter(self._events))]
+            if (level := _LOGGED.get(kind)) is None:
+                return
+            left_out = 0 if level > logging.WARNING else self._lines.allows(time.monotonic())
+            if left_out is not None:
+                more = f" ({left_out} lines were left out before)" if left_out else ""
+                logger.log(level, "%s%s%s", f"job {job!r}: " if job else "", text, more)
+
+    def events(self) -> tuple[Event, ...]:
+        """The newest last."""
+        with self._lock:
+            return tuple(event for event, _ in self._events.values())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from psengine.parameter_server.server.events import MAX_EVENTS, MAX_LINES, EventLog
+from psengine.parameter_server.server.daemon import MAX_EVENTS, MAX_LINES, EventLog
 
 
 def test_what_repeats_stays_once_and_is_counted():
