@@ -7,7 +7,7 @@ from psengine.collectives.base import Collective, DeferredWork, Intermediate, Wo
 from psengine.collectives.forwarding import Forwarding
 from psengine.collectives.registry import register_collective
 from psengine.data.coordination import barrier, broadcast_object, print, stop_if_not_finite
-from psengine.data.elastic.loader import ElasticLoader
+from psengine.data.elastic import ElasticLoader
 from psengine.data.metrics import gather, mean, sum
 from psengine.data.samplers import EvaluationSampler, ProportionalSampler
 from psengine.data.sync_batch_norm import SyncBatchNorm, convert_sync_batchnorm
@@ -18,7 +18,7 @@ from psengine.parameter_server.client.identity import reserve_worker
 from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.exchange import Step
 from psengine.strategies.local.diloco_server import DilocoServer
-from psengine.strategies.local.local_steps import Diloco, LocalSteps
+from psengine.strategies.local.rounds import Diloco, LocalSteps
 from psengine.strategies.registry import register_strategy
 from psengine.strategies.servers.asynchronous import AsyncServer
 from psengine.strategies.servers.sync import SyncServer

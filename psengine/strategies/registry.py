@@ -13,7 +13,7 @@ from psengine.specification import Registry
 from psengine.strategies.base import Strategy
 from psengine.strategies.elastic.sync import SyncVirtualWorkers
 from psengine.strategies.local.diloco_server import DilocoServer
-from psengine.strategies.local.local_steps import Diloco, LocalSteps
+from psengine.strategies.local.rounds import Diloco, LocalSteps
 from psengine.strategies.servers.asynchronous import AsyncServer
 from psengine.strategies.servers.sync import SyncServer
 from psengine.strategies.sharding import SyncShardedOptimizer

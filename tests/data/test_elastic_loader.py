@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loader_process
 
 import psengine
-from psengine.data.elastic.sample_plan import SamplePlan, random_key, set_random_state
+from psengine.data.elastic import SamplePlan, random_key, set_random_state
 from psengine.environment.processes import has_exited
 from psengine.errors import ArgumentTypeError, ConfigurationError, ReductionError, ReplicaMismatchError
 

@@ -33,7 +33,7 @@ from oracles.payloads import CASTS
 from psengine.codecs.base import Codec
 from psengine.codecs.identity import IDENTITY
 from psengine.codecs.registry import resolve_codec
-from psengine.strategies.local.local_steps import FRAGMENT_BUCKET_BYTES, cut
+from psengine.strategies.local.rounds import FRAGMENT_BUCKET_BYTES, cut
 from psengine.strategies.registry import resolve_strategy
 from psengine.tensors.bucket_plan import plan_buckets
 

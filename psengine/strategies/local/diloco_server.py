@@ -19,8 +19,7 @@ from typing_extensions import Unpack, override
 
 from psengine.parameter_server.chunk_codecs import only_gradients
 from psengine.parameter_server.client.operation import wait_all
-from psengine.strategies.local.local_steps import parameter_buckets
-from psengine.strategies.local.rounds import OuterStep, Part, RoundOptions, Rounds
+from psengine.strategies.local.rounds import OuterStep, Part, RoundOptions, Rounds, parameter_buckets
 from psengine.strategies.servers.asynchronous import Pushes, ServerState
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
 from psengine.tensors.bucket import Bucket
