@@ -383,10 +383,23 @@ class Server:
                 self._guard_memory(resident_bytes() - at_start_bytes - UNACCOUNTED_BYTES)
 
     def _guard_memory(self, unexplained_bytes: int) -> None:
-        """Close connections whose messages fill the memory and do not end: credits do not bound those."""
-        if unexplained_bytes > 0 and (closed := self._shards.free_memory(unexplained_bytes)):
-            text = f"messages that do not end filled the memory: {closed} connections were closed; they come back"
-            self._events.note("memory", text)
+        """Close connections whose messages fill the memory and do not end: credits do not bound those.
+
+        Args:
+            unexplained_bytes: how much is filled, beyond what a process needs.
+        """
+        if unexplained_bytes <= 0:
+            return
+        with suppress(FutureTimeoutError, ShardEndedError):
+            known = self._shards.ask(lambda thread: thread.shard.memory_bytes() + thread.endpoint.unread_bytes)
+            known_bytes = sum(known) + UNREAD_BYTES * self._shards.worker_count(remembers=True)
+            # Snapshots copy what the shards know of; optimizers and averages need scratch space.
+            if unexplained_bytes <= known_bytes * 5 // 2:
+                return
+            closed = sum(self._shards.ask(lambda thread: thread.endpoint.peers.close_unfinished(UNREAD_BYTES)))
+            if closed:
+                text = f"messages that do not end filled the memory: {closed} connections were closed; they come back"
+                self._events.note("memory", text)
 
     def facts(self) -> ServerFacts:
         """The process as it is now. Callable from any thread."""
@@ -699,22 +712,6 @@ class ShardGroup:
             return max(self.ask(count))
         except (FutureTimeoutError, ShardEndedError):
             return 1
-
-    def free_memory(self, unexplained_bytes: int) -> int:
-        """Close connections that fill the memory with messages that do not end; how many there were.
-
-        Args:
-            unexplained_bytes: how much is filled, beyond what shards and answers may need.
-        """
-        try:
-            known = self.ask(lambda thread: thread.shard.memory_bytes() + thread.endpoint.unread_bytes)
-            known_bytes = sum(known) + UNREAD_BYTES * self.worker_count(remembers=True)
-            # Snapshots copy what the shards know of; optimizers and averages need scratch space.
-            if unexplained_bytes <= known_bytes * 5 // 2:
-                return 0
-            return sum(self.ask(lambda thread: thread.endpoint.peers.close_unfinished(UNREAD_BYTES)))
-        except (FutureTimeoutError, ShardEndedError):
-            return 0
 
     # ---- the end -----------------------------------------------------------------------------------------------
 
