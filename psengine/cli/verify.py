@@ -60,7 +60,7 @@ def verify(
     gradients and parameters are compared, to the bit.
     """
     from psengine.verify import RankFailedError, Settings, compare
-    from psengine.verify.training import check_name
+    from psengine.verify.comparison import check_name
 
     settings = Settings(**{name: value for name, value in context.params.items() if name not in ("target", "as_json")})
     print(f"loading {check_name(target)[0]} on each rank, which runs all that stands at its top level", file=sys.stderr)

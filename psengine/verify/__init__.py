@@ -3,9 +3,8 @@
 ``psengine verify`` is the command of ``compare``. May import the public names, ``wrapper`` and all that comes after it.
 """
 
-from psengine.verify.comparison import Comparison, Settings, compare
+from psengine.verify.comparison import Comparison, Settings, Target, TargetError, compare
 from psengine.verify.differences import Difference
 from psengine.verify.ranks import RankFailedError
-from psengine.verify.training import Target, TargetError
 
 __all__ = ["Comparison", "Difference", "RankFailedError", "Settings", "Target", "TargetError", "compare"]

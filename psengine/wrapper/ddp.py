@@ -36,12 +36,12 @@ from psengine.errors import ConfigurationError, ModuleError
 from psengine.gradients.reducer import Reducer
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.strategies.base import Strategy
-from psengine.strategies.batch_weights import checked_weight
 from psengine.strategies.buffer_broadcast import BufferBroadcast
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import resolve_strategy
 from psengine.strategies.statistics import Statistics
 from psengine.strategies.stepping import check_whole_state
+from psengine.strategies.sync_all_reduce import checked_weight
 from psengine.tables.tables import Tables, find_tables
 from psengine.tensors.bucket_plan import MIB_BYTES, bucket_limits_bytes
 from psengine.tracing.timeline import end_forward, is_profiling, model_wrapped, recorder, span

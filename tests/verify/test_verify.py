@@ -16,10 +16,9 @@ from support.processes import run_ranks
 from psengine.cli.main import main
 from psengine.errors import ConfigurationError
 from psengine.verify import Settings, TargetError, compare
-from psengine.verify.comparison import merge
+from psengine.verify.comparison import Findings, check_target, load_function, merge, train_side_by_side
 from psengine.verify.differences import Tolerance, find_difference
 from psengine.verify.ranks import Place, run_ranks_to_any_end
-from psengine.verify.training import Findings, check_target, load_function, train_side_by_side
 
 TARGETS = str(Path(verify_targets.__file__))
 

@@ -29,8 +29,7 @@ from psengine.protocol.hyperparameters import SLOTS, optimizer_name, slot_names,
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
 from psengine.strategies.base import StepStrategy
 from psengine.strategies.life_cycle import Replica
-from psengine.strategies.servers.base import ServerOptions, ServerStrategy
-from psengine.strategies.servers.chunked_replica import ChunkedReplica
+from psengine.strategies.servers.base import ChunkedReplica, ServerOptions, ServerStrategy
 from psengine.strategies.step_hooks import take_step
 from psengine.tensors.bucket import Bucket
 from psengine.tracing.timeline import EXCHANGE, Span, span
