@@ -25,7 +25,7 @@ from psengine.strategies.servers.sync import SyncServer
 from psengine.strategies.sharding import SyncShardedOptimizer
 from psengine.strategies.statistics import Statistics
 from psengine.strategies.sync_all_reduce import SyncAllReduce
-from psengine.tables.embedding import ServerEmbedding, ServerEmbeddingBag
+from psengine.tables import ServerEmbedding, ServerEmbeddingBag
 from psengine.tensors.share import Share
 from psengine.tracing.timeline import timeline
 from psengine.wrapper.ddp import DistributedDataParallel

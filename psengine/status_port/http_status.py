@@ -121,8 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(content)
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
+    do_HEAD = do_GET  # noqa: N815 - http.server's
 
     def _page(self) -> Page:
         if self.server.is_local and not _LOOPBACK_NAME.fullmatch(self.headers.get("Host", "").strip()):

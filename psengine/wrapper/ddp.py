@@ -42,7 +42,7 @@ from psengine.strategies.registry import resolve_strategy
 from psengine.strategies.statistics import Statistics
 from psengine.strategies.stepping import check_whole_state
 from psengine.strategies.sync_all_reduce import checked_weight
-from psengine.tables.tables import Tables, find_tables
+from psengine.tables import Tables, find_tables
 from psengine.tensors.bucket_plan import MIB_BYTES, bucket_limits_bytes
 from psengine.tracing.timeline import end_forward, is_profiling, model_wrapped, recorder, span
 from psengine.tracing.training_metrics import watch

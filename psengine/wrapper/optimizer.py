@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from psengine.errors import ArgumentTypeError, ConfigurationError
 from psengine.strategies.base import Strategy
 from psengine.strategies.stepping import check_whole_state
-from psengine.tables.tables import Tables
+from psengine.tables import Tables
 from psengine.tracing.timeline import span
 from psengine.wrapper.ddp import DistributedDataParallel
 

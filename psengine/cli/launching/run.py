@@ -81,7 +81,7 @@ class Run:
     plan: Plan
     mark: str
     report: Callable[[str], None]
-    reasons: list[str]
+    reasons: list[str] = field(default_factory=list)
     directory: Path = Path()
     ends: list[RankEnd] = field(default_factory=list)
     is_interrupted: bool = False
@@ -109,8 +109,7 @@ def run_training(
     Raises:
         PSEngineError: something could not be started.
     """
-    reasons: list[str] = []
-    run = Run(plan, uuid.uuid4().hex, report, reasons)
+    run = Run(plan, uuid.uuid4().hex, report)
     _silence_torch()
     try:
         with (
@@ -129,16 +128,17 @@ def run_training(
                     if (left := end_left_behind(run.mark, grace_s)) and run.ends:
                         report(f"ended {left} more {'process' if left == 1 else 'processes'} of the workers")
     except SignalException as error:
-        if _ENOUGH in reasons:
+        if _ENOUGH in run.reasons:
             return 0
-        if not reasons:
+        if not run.reasons:
             if not run.is_interrupted:
                 report(f"{error.sigval.name}: the run ends")
             return 128 + error.sigval
-    if reasons and _ENOUGH not in reasons:
+    if run.reasons and _ENOUGH not in run.reasons:
         return 1
     first = first_failure(run.ends)
-    return 0 if first is None else shell_status(first.exit_code)
+    code = 0 if first is None else first.exit_code
+    return code if code >= 0 else 128 - code  # as a shell: 128 + the signal's number
 
 
 class _Agent(LocalElasticAgent):
@@ -482,11 +482,6 @@ def _unnumbered(end: RankEnd) -> list[str]:
     own = rf"rank {end.rank}\b"
     seen_on = rf"seen on {own}"
     return [re.sub(seen_on if re.search(seen_on, line) else own, "this rank", line) for line in end.words]
-
-
-def shell_status(exit_code: int) -> int:
-    """The exit code with which a shell would report it: 128 + the signal's number."""
-    return exit_code if exit_code >= 0 else 128 - exit_code
 
 
 def _last(end: RankEnd) -> str:
