@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -51,10 +51,10 @@ def command_line(name: str) -> Iterator[None]:
         sys.exit(EXIT_USAGE)
     except InterruptedCommand:
         _say(f"{name}: interrupted")
-        give_up_unwritable_stderr()
+        give_up_unwritable(sys.stderr)
         os._exit(EXIT_INTERRUPTED)
     finally:
-        give_up_unwritable_stderr()
+        give_up_unwritable(sys.stderr)
         signal.signal(signal.SIGINT, previous)
 
 
@@ -63,13 +63,13 @@ def _say(line: str) -> None:
         print(line, file=sys.stderr)
 
 
-def give_up_unwritable_stderr() -> None:
-    """Drop what a broken or full stderr still holds: its flush at exit would change the exit code."""
+def give_up_unwritable(stream: TextIO) -> None:
+    """Drop what a broken or full stream still holds: its flush at exit would change the exit code."""
     try:
-        sys.stderr.flush()
+        stream.flush()
     except (OSError, ValueError):
         with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def build_app(only: str | None = None) -> typer.Typer:

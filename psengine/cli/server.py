@@ -7,15 +7,15 @@ import importlib
 import inspect
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from psengine.cli.main import command_line, version_option
+from psengine.cli.main import command_line, give_up_unwritable, version_option
 from psengine.errors import SnapshotError
 
 if TYPE_CHECKING:
@@ -143,7 +143,9 @@ def _serve(settings: "ServerSettings", until_stdin_closes: bool) -> int:
         if settings.log_format == "json":
             log_start(line)
         if settings.log_format != "json" or line.startswith("psengine-server ready"):
-            _print(line)
+            with suppress(OSError):  # the reader is gone
+                print(line)
+            give_up_unwritable(sys.stdout)
 
     return Server(settings, until_stdin_closes=until_stdin_closes).run(announce)
 
@@ -157,14 +159,6 @@ def _log_to_stderr(log_format: str) -> None:
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-
-
-def _print(line: str) -> None:
-    try:
-        print(line, flush=True)
-    except OSError:
-        # The reader is gone. Text left in the buffer would make the interpreter fail at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 if __name__ == "__main__":

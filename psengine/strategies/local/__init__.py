@@ -1,3 +1,1 @@
 """Strategies "local" and "diloco": replicas step by themselves, and synchronise now and then."""
-
-__all__: list[str] = []
