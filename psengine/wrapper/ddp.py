@@ -490,7 +490,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let ``hook(state, bucket)`` exchange each bucket; it returns a future of the bucket's new flat gradients.
 
-        Gradients reach the hook undivided. Once only, before the first backward. See ``native_features/comm_hooks.py``.
+        Gradients reach the hook undivided. Once only, before the first backward. See ``native_features.py``.
 
         Raises:
             ArgumentTypeError, ConfigurationError: not a hook; see ``check_comm_hook``.
