@@ -444,7 +444,7 @@ def train_side_by_side(
 
     Args:
         place: of this rank.
-        name: see ``target.load_function``.
+        name: see ``load_function``.
         strategies: the candidate and the reference, each as the report names it, and with the servers and the job to
             use.
         steps: of each training.

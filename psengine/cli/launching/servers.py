@@ -10,7 +10,7 @@ import re
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -67,7 +67,8 @@ class ServerGroup:
         self.addresses: list[str] = []
         self._plan = plan
         self._snapshot_dir = Path(plan.options.snapshot_dir or snapshot_dir)
-        self._options = _arguments(plan.options.server_option or ())
+        self._settings = _settings(plan.options)
+        self._has_log = "log" in self._settings.get("durability", "")
         self._status_port = str(plan.options.status_port)
         self._report = report
         self._launched = [] if launched is None else launched
@@ -140,7 +141,7 @@ class ServerGroup:
         directory = self._directories[number][copy]
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if len(self._servers) == index and not copy and "log" not in _durability(self._plan.options):
+            if len(self._servers) == index and not copy and not self._has_log:
                 # Nobody of the run before lives. Without a log it does not say who has more.
                 self._record(number).unlink(missing_ok=True)
         except OSError as error:
@@ -150,10 +151,12 @@ class ServerGroup:
             arguments += ["--status-port", self._status_port]
         if self._electors:
             arguments += ["--election", f"launcher={self._record(number)}"]
-        if "--snapshot-interval-s" not in self._options:
+        if "snapshot-interval-s" not in self._settings:
             arguments += ["--snapshot-interval-s", str(SNAPSHOT_INTERVAL_S)]
+        for name, value in self._settings.items():
+            arguments += [f"--{name}"] if value.lower() in ("", "true", "yes") else [f"--{name}", value]
         process = self._launched.pop() if self._launched else None
-        server = EmbeddedServer.start(arguments=[*arguments, *self._options], process=process)
+        server = EmbeddedServer.start(arguments=arguments, process=process)
         self._led_s[number] = time.monotonic()  # it could not lead before it was there
         return server
 
@@ -224,34 +227,23 @@ class ServerGroup:
         if record is None:
             return ""
         leader, followers = record.members[0].addresses, [one.addresses[0] for one in record.members[1:]]
-        has_log = "log" in _durability(self._plan.options)
-        if self._binds[index] in followers and not has_log:
+        if self._binds[index] in followers and not self._has_log:
             followers = []
             elector.replace(record, Leadership(record.term, record.members[:1], record.number + 1), takes_over=False)
         lives = self._servers[index ^ 1].process.poll() is None
         if lives and (other in followers or (other in leader and is_held)):
             return f" as the follower of the one at {other}, which leads"
-        if has_log or followers or (other in leader and not lives):
+        if self._has_log or followers or (other in leader and not lives):
             return ""
         return f". Nobody else has all: {leader[0]} goes on from its last snapshot, and workers say what is lost"
 
 
-def _durability(options: RunOptions) -> str:
-    """The servers' tier, where a --server-option names it."""
-    named = dict(option.partition("=")[::2] for option in options.server_option or ())
-    return named.get("durability", "")
+def _settings(options: RunOptions) -> dict[str, str]:
+    """``["lease_s=10"]`` as psengine-server spells it; whether it has such a setting it says itself."""
+    named = (option.partition("=") for option in options.server_option or ())
+    return {name.strip().lstrip("-").replace("_", "-"): value for name, _, value in named}
 
 
 def _copies(options: RunOptions) -> int:
     """How many processes have what a server has."""
-    return 2 if "replica" in _durability(options) else 1
-
-
-def _arguments(options: Sequence[str]) -> list[str]:
-    """``["lease_s=10"]`` as psengine-server takes them; whether it has such a setting it says itself."""
-    arguments: list[str] = []
-    for option in options:
-        name, _, value = option.partition("=")
-        flag = f"--{name.strip().lstrip('-').replace('_', '-')}"
-        arguments += [flag] if value.lower() in ("", "true", "yes") else [flag, value]
-    return arguments
+    return 2 if "replica" in _settings(options).get("durability", "") else 1
