@@ -103,7 +103,6 @@ class Training:
         zombies: processes that do not know yet that they were replaced.
         readers: who reads what it trains, until it is over.
         running: whose thread runs.
-        has_killed: a newcomer was ended, because there is nothing left to train.
     """
 
     def __init__(self, cluster: Simulation, name: str, scenario: Scenario) -> None:
@@ -123,7 +122,6 @@ class Training:
         self.job = JOBS[f"{scenario.rule} tables" if scenario.tables else scenario.rule](self)
         self.groups = Groups(self)
         self.running: WorkerProcess | None = None
-        self.has_killed = False
 
     @property
     def lead(self) -> ServerProcess:
@@ -348,4 +346,3 @@ class Training:
         for process in list(self.processes):
             if not process.is_dead and process.needs_state:
                 process.kill()
-                self.has_killed = True
