@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +16,16 @@ from support.processes import run_ranks_to_any_end
 from support.server_process import running_server
 from support.server_training import use
 from support.table_training import at_servers, batch
+from support.waiting import eventually
 
 import psengine
 from psengine.errors import FencedError
 
 LEASE_S, STEPS, PAUSED_IN = 1.0, 6, 3
+SAID = {
+    "backward": r"went on without worker 1: silent for .* raise the servers' --lease-s",
+    "step": r"took steps 4 to \d+ without it .* raise the servers' --lease-s",
+}
 
 
 def pause() -> None:
@@ -26,7 +33,7 @@ def pause() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def paused(rank: int, world_size: int, address: str, strategy: str, where: str) -> Any:
+def paused(rank: int, world_size: int, address: str, strategy: str, where: str, said: Path) -> Any:
     use(address)
     expect_workers(world_size)
     model = at_servers()
@@ -34,27 +41,28 @@ def paused(rank: int, world_size: int, address: str, strategy: str, where: str) 
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.head.parameters(), lr=0.1), wrapped)
     for step in range(STEPS):
         loss = wrapped(*batch(rank, step))
-        if (rank, step, where) == (1, PAUSED_IN, "backward"):
-            pause()
-        loss.backward()
-        if (rank, step, where) == (1, PAUSED_IN, "step"):
-            pause()
-        if rank == 0 or step < PAUSED_IN:
+        is_cut_off = (rank, step) == (1, PAUSED_IN)
+        with pytest.raises(FencedError, match=SAID[where]) if is_cut_off else nullcontext():
+            if is_cut_off and where == "backward":
+                pause()
+            loss.backward()
+            if is_cut_off and where == "step":
+                pause()
             optimizer.step()
-        else:
-            with pytest.raises(FencedError, match=r"took steps 4 to \d+ without it .* raise the servers' --lease-s"):
-                optimizer.step()
+        if is_cut_off:
+            said.touch()
             os._exit(0)  # as a script does that the error ends
         optimizer.zero_grad()
+    eventually(said.exists)  # or the job has ended, and the other worker hears that
     wrapped.leave()
 
 
 @pytest.mark.parametrize(("strategy", "where"), [("sync-server", "backward"), ("sync", "step")])
-def test_a_worker_that_missed_steps_says_so_instead_of_waiting(strategy, where):
+def test_a_worker_that_missed_steps_says_so_instead_of_waiting(strategy, where, tmp_path):
     """It would wait for the others in the tables, and they for it in the dense part."""
     with running_server(lease_s=LEASE_S) as server:
         first, second = run_ranks_to_any_end(
-            paused, 2, server.addresses[0], strategy, where, init_group=strategy == "sync"
+            paused, 2, server.addresses[0], strategy, where, tmp_path / "said", init_group=strategy == "sync"
         )
     assert second.exit_code == 0, second.error
     if strategy == "sync-server":
