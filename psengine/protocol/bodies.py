@@ -270,7 +270,7 @@ class Resume(Body):
     memory: bounds.Unsigned | UnsetType = UNSET
     job: bounds.JobName | UnsetType = UNSET
     rule: AnyRule | UnsetType = UNSET
-    registration: bounds.Unsigned64 | UnsetType = UNSET
+    registration: bounds.Unsigned | UnsetType = UNSET
     key: bounds.JobKey | UnsetType = UNSET
     place: tuple[bounds.Unsigned, bounds.Unsigned, bounds.Unsigned] | UnsetType = UNSET
 

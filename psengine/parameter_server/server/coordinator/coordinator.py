@@ -542,7 +542,7 @@ class Coordinator(JobMemory):
         if is_present:
             self._may_return_s = -math.inf
         if not (is_present and is_usable):
-            if worker is self._registrar and self.registration <= body["registration"] <= INT64_MAX:
+            if worker is self._registrar and self.registration <= body["registration"] < INT64_MAX:
                 # A shard has a later one, of another lead's, or something of this one.
                 self.registration, self._registrar = body["registration"], None
             raise self._stale("registered a model under an older registration")

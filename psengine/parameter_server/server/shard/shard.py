@@ -193,7 +193,9 @@ class Shard:
             missing, replies = job.resume(message.worker, message.body.get("open", ()))
             if len(missing) < len(message.body["open"]):
                 self._changed(job, message)  # their answers have left, or will
-        latest = max((one.registration for one in self._known(message.job)), default=0)
+        # One more than another key's: two leads may have drawn the same number.
+        key, known = message.body.get("key"), self._known(message.job)
+        latest = max((one.registration + (one.key != key) for one in known), default=0)
         body = {**_facts_of(job), "missing": missing, "registration": latest}
         resumed = self._answer(MessageType.RESUMED, message, sender, body=body)
         return [resumed, *([] if job is None else self._outgoing(job, replies))]
