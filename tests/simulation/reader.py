@@ -43,7 +43,7 @@ class ReaderProcess(WorkerProcess):
 
     def _read(self) -> Flow[None]:
         layout = yield from join.fetch_layout(self.receiver)
-        while True:
+        while layout:  # it may know of servers without chunks alone
             yield self._rng.random() * LONGEST_REST_S
             spec = self._rng.choice(layout)
             landing = torch.zeros(spec.numel, dtype=spec.dtype)
