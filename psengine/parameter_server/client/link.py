@@ -28,7 +28,7 @@ from psengine.protocol.messages import ErrorCode, Message, MessageType
 if TYPE_CHECKING:
     from psengine.parameter_server.client.job_connection import JobConnection
 
-# What a shard cannot answer between its restart and the view that names its new life.
+# What a shard cannot answer between its restart, the view that names its new life, and its chunks.
 _OF_VALUES = frozenset({MessageType.PULL, MessageType.STORE, MessageType.LIST, MessageType.CONFIGURE})
 _OF_COORDINATOR = frozenset({MessageType.VIEW, MessageType.RELEASE})
 _FATAL = (ErrorCode.VERSION, ErrorCode.STATE_LOST, ErrorCode.OTHER_SERVERS)
@@ -93,7 +93,7 @@ class Link(Channel):
             return  # another greeting has followed
         former, self.epoch = self.epoch, message.epoch
         self._patience_leases = self._patience_leases if former == self.epoch else 1
-        self.resumed = message.body
+        self.resumed, self.has_chunks = message.body, self.has_chunks and former == self.epoch
         self.requeue([self.sent[key] for key in message.body.get("missing", ()) if key in self.sent])
         self.greeted(now_s)
         self.job.resumed(self, former, now_s)
@@ -147,7 +147,8 @@ class Link(Channel):
         sum_bytes = self._requested_bytes + request.size_bytes
         if request.is_sent or not self.is_up or (self._requested_bytes and sum_bytes > REQUESTED_BYTES):
             return
-        if request.message.type in _OF_VALUES and self.job.is_lost(self):
+        lacks_values = self.job.view is not None and (not self.has_chunks or self.job.is_lost(self))
+        if request.message.type in _OF_VALUES and lacks_values:
             return
         if request.follows_pushes and (self.waiting or not self.may_push):
             return
