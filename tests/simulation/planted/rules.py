@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.apply import Apply
 from psengine.parameter_server.server.rules.average import Average
@@ -75,11 +77,15 @@ plant("averages are forgotten one step too early", Average, "_answers", then(_fo
 # ---- apply -----------------------------------------------------------------------------------------------------------
 
 plant("a push that is here is taken for a new one", Apply, "has", constant(False))
-plant("the staleness bound is off by one", Apply, "_is_held", lambda held, self, step: held(self, step - 1))
 plant("a held answer never leaves", Apply, "release", constant([]))
 plant("a lost answer is not answered again", Apply, "answer_again", constant(None))
 plant("a stale gradient is corrected twice", DelayCompensation, "correct", after(lambda gradient: gradient * 2))
 plant("a first gradient is not corrected", Apply, "note_base", constant(False))
+
+
+@plant("the staleness bound is off by one", Apply, "_is_held")
+def _hold_less(held, self, known):
+    return held(self, replace(known, step=known.step - 1))
 
 
 @plant("every fifth update is acknowledged and dropped", Apply, "_step")
