@@ -74,7 +74,8 @@ def follow(client: psengine.Client, options: argparse.Namespace) -> None:
 
 def wait_for_weights(client: psengine.Client, options: argparse.Namespace) -> None:
     deadline_s = time.monotonic() + options.timeout
-    while not (job := job_status(client, options)).get("sealed"):
+    # Members, or what they have left behind.
+    while not (job := job_status(client, options)).get("members") and not job.get("applied"):
         if time.monotonic() > deadline_s:
             sys.exit(f"--job {options.job}: no worker trains it (expected one within {options.timeout:g} s)")
         time.sleep(POLL_S)

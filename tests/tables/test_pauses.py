@@ -23,7 +23,7 @@ from psengine.errors import FencedError
 
 LEASE_S, STEPS, PAUSED_IN = 1.0, 6, 3
 SAID = {
-    "backward": r"went on without worker 1: silent for .* raise the servers' --lease-s",
+    "backward": r"went on without worker \d: silent for .* raise the servers' --lease-s",
     "step": r"took steps 4 to \d+ without it .* raise the servers' --lease-s",
 }
 
