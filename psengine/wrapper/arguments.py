@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,8 +17,9 @@ from psengine.collectives import registry
 from psengine.environment.context import world_place
 from psengine.environment.launchers import read_worker
 from psengine.environment.variables import inherited_variables
-from psengine.errors import ConfigurationError, ModuleError
+from psengine.errors import ArgumentTypeError, ConfigurationError, ModuleError
 from psengine.strategies.base import Strategy
+from psengine.tensors.leaves import is_real_scalar, to_float
 
 
 def check_module(module: Any) -> None:
@@ -231,3 +234,26 @@ def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: boo
     if forward_sync_buffers is not None:
         return forward_sync_buffers, True
     return (True, True) if broadcast_buffers is None else (broadcast_buffers, broadcast_buffers)
+
+
+def checked_weight(value: Any) -> float | None:
+    """Return what a user passed to ``batch_weight`` as a float; None stays None.
+
+    Raises:
+        ArgumentTypeError: no real number.
+        ConfigurationError: negative, or not finite.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not (isinstance(value, numbers.Real) or is_real_scalar(value)):
+        raise ArgumentTypeError(
+            "batch_weight is one real number, such as how many samples this rank's batch has (expected a float or None,"
+            f" got {type(value).__name__})"
+        )
+    weight = to_float(value)
+    if not 0 <= weight < math.inf:
+        raise ConfigurationError(
+            f"batch_weight says how much this rank's gradients count (expected a finite number >= 0, got {weight})."
+            " Fix: len(batch); 0 for a batch that is to have no say."
+        )
+    return weight

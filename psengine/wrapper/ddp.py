@@ -41,7 +41,6 @@ from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import resolve_strategy
 from psengine.strategies.statistics import Statistics
 from psengine.strategies.stepping import check_whole_state
-from psengine.strategies.sync_all_reduce import checked_weight
 from psengine.tables import Tables, find_tables
 from psengine.tensors.bucket_plan import MIB_BYTES, bucket_limits_bytes
 from psengine.tracing.timeline import end_forward, is_profiling, model_wrapped, recorder, span
@@ -376,7 +375,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
                 weighed.
         """
         checks.check_all_in_buckets(self, "batch_weight")
-        self.reducer.in_flight.averaging_weight.set_weight(checked_weight(weight))
+        self.reducer.in_flight.averaging_weight.set_weight(checks.checked_weight(weight))
 
     def report(self, loss: float | torch.Tensor | None = None, samples: int | None = None) -> None:
         """Tell people how training goes here: the servers' dashboard, and Prometheus (PSENGINE_METRICS_PORT).

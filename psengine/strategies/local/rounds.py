@@ -38,9 +38,9 @@ from psengine.collectives.base import Collective
 from psengine.errors import ConfigurationError, ProtocolError
 from psengine.protocol.bodies import convert
 from psengine.strategies.base import Capabilities, StepStrategy
+from psengine.strategies.bucket_sums import BucketSums, TotalWeight, make_sum
 from psengine.strategies.exchange import BucketExchange, Driver, Step
 from psengine.strategies.life_cycle import Replica
-from psengine.strategies.sync_all_reduce import BucketSums, TotalWeight, make_sum
 from psengine.tensors.bucket import Allocator, Bucket
 from psengine.tensors.bucket_plan import plan_buckets
 from psengine.tensors.share import Share
