@@ -110,7 +110,6 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     """
 
     _load_hook: torch.utils.hooks.RemovableHandle | None = None
-    _loads_strategy_state = False
 
     def __init__(
         self,
@@ -245,6 +244,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         if self.strategy.capabilities.steps_alone and self._load_hook is None:
             hook = LoadHook(weakref.WeakMethod(self._begin_load))
             self._load_hook = self.module.register_load_state_dict_pre_hook(hook)
+            self._loads_strategy_state = False
         rebuilds = not self.strategy.capabilities.keeps_first_layout
         may_rebuild = rebuilds and (static_graph or not self.find_unused_parameters)
         # Buckets that will be rebuilt in arrival order start as one: until that order is known, an all-reduce in the
@@ -600,12 +600,12 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str], *others: Any
     ) -> None:
         entry = state_dict.pop(prefix + STRATEGY_STATE_KEY, None)
-        self._loads_strategy_state = entry is not None
         if entry is not None:
             checks.check_strategy_state(entry["name"], self.strategy, STRATEGY_STATE_KEY)
             self.strategy.load_state_dict(entry["state"])
         elif self.saves_strategy_state and strict:
             missing_keys.append(prefix + STRATEGY_STATE_KEY)
+        self._loads_strategy_state = entry is not None
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *others)
 
     def _begin_load(self) -> None:
@@ -703,8 +703,7 @@ class LoadHook:
         self._begin = begin
 
     def __call__(self, *_: Any) -> None:
-        begin = self._begin()
-        if begin is not None:
+        if begin := self._begin():
             begin()
 
     def __reduce__(self) -> tuple[Any, ...]:

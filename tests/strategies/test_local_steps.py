@@ -194,8 +194,12 @@ def test_uneven_data_accumulation_and_a_model_loaded_within_a_round(rank, world_
     model.leave()
 
     # Loaded without the strategy's state in the middle of a round: the next round begins with what was loaded.
-    for loads_plain_module in (False, True):
-        model, optimizer = wrapped("diloco:every=2")
+    for loads_plain_module, was_loaded_before in ((False, False), (True, False), (True, True)):
+        model, optimizer = wrapped("sync" if was_loaded_before else "diloco:every=2")
+        if was_loaded_before:  # with its strategy's state, under another strategy
+            model.saves_strategy_state = True
+            model.load_state_dict(model.state_dict())
+            model.switch_strategy("diloco:every=2")
         fresh, its_optimizer = wrapped("diloco:every=2")
         loss_of(model, rank, 0).backward()
         optimizer.step()
