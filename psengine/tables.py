@@ -22,7 +22,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from msgspec import Meta, Struct, to_builtins
@@ -304,10 +304,6 @@ class ServerEmbeddingBag(ServerEmbedding):
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
-
-
-if TYPE_CHECKING:
-    from psengine.tables import ServerEmbedding
 
 
 class Table:

@@ -96,12 +96,9 @@ class CheckContext:
         return int(text) if text.isdecimal() else default
 
 
-Check = Callable[[CheckContext], Iterator[Finding]]
-
-
 def examine(name: str, context: CheckContext) -> list[Finding]:
     """What a check finds; a check that fails, or does not end in time, is a finding too."""
-    check: Check = globals()[name.replace("-", "_")]
+    check: Callable[[CheckContext], Iterator[Finding]] = globals()[name.replace("-", "_")]
     findings: list[Finding] = []
 
     def work() -> None:

@@ -26,6 +26,9 @@ from psengine.parameter_server.overview import merge_jobs, owns_weights, percent
 from psengine.parameter_server.status_model import Event, JobStatus, ServerFacts, ShardStatus, WorkerStatus
 from psengine.protocol.keys import CurveClientKeys
 
+if TYPE_CHECKING:
+    from psengine.parameter_server.client.worker_session import WorkerSession
+
 EXIT_UNHEALTHY = 1
 EVENT_LINES = 5
 EPILOG = (
@@ -295,10 +298,6 @@ def _seconds(value: float) -> str:
 
 def _megabytes(value: float) -> str:
     return f"{value / 1e6:.3g} MB" if value < 1e9 else f"{value / 1e9:.3g} GB"
-
-
-if TYPE_CHECKING:
-    from psengine.parameter_server.client.worker_session import WorkerSession
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,8 @@ def make_dealer(
 
     What is in flight is bounded by credits and windows, and nothing is sent before there is a connection.
     """
-    # RECONNECT_IVL is not -1: libzmq would end the pipe in the middle of a message that is being read, and abort.
+    # RECONNECT_IVL is not -1, and IMMEDIATE is not set: libzmq would end the pipe in the middle of a message that is
+    # being read, and abort.
     options = keep_alive(lease_s) | {zmq.HANDSHAKE_IVL: HANDSHAKE_MS, zmq.RECONNECT_IVL: _NEVER_MS, zmq.SNDHWM: 0}
     options |= {zmq.RCVHWM: 0, zmq.IPV6: int("[" in address), zmq.LINGER: linger_ms, zmq.MAXMSGSIZE: most_bytes}
     socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)

@@ -28,7 +28,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
 from torch.distributed.elastic.multiprocessing.api import PContext
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api as launcher
 from typing_extensions import override
@@ -45,6 +45,7 @@ from typing_extensions import override
 from psengine.cli.launching.plan import Plan
 from psengine.cli.launching.processes import GRACE_S, end_left_behind, is_forced
 from psengine.cli.launching.servers import ServerGroup
+from psengine.cli.main import EXIT_USAGE
 from psengine.environment.launchers import PLACEMENT_VARIABLES, WORKER, WORKERS
 from psengine.environment.processes import share_of_cores
 from psengine.environment.variables import RUN_ID, RUN_THREADS, has_chosen_threads, read_variable, set_variables
@@ -61,7 +62,6 @@ _ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 _UNREADABLE = re.compile(r"(Syntax|Indentation|Tab|Import|ModuleNotFound|Name)Error: ")
 # Of a rank's stderr, which may be long, the part that is searched for a traceback.
 _LAST_BYTES = 256 << 10
-EXIT_USAGE = 2
 _NAMES = {number.value: number.name for number in signal.Signals}
 
 
@@ -375,10 +375,6 @@ def _signals_raise(names: tuple[str, ...]) -> Iterator[None]:
             signal.signal(signal.Signals[name], handler)
 
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
-
 @dataclass(frozen=True, kw_only=True)
 class RankEnd:
     """How a rank, or an independent worker, failed.
@@ -439,12 +435,11 @@ def rank_end(rank: int, failure: ProcessFailure, stderr: str, *, was_running: bo
     headers = [index for index, line in enumerate(lines) if _HEADER.match(line)]
     if not error_file.is_file():
         lines = lines[headers[-1] if headers else -10 :]
-    was_ended = was_running and -failure.exitcode in (signal.SIGTERM, signal.SIGKILL)
     return RankEnd(
         rank=rank,
         exit_code=failure.exitcode,
         failed_s=failed_s,
-        was_ended=was_ended,
+        was_ended=was_running and -failure.exitcode in (signal.SIGTERM, signal.SIGKILL),
         words=tuple(lines),
         hint=hint,
         is_refused=is_refused,

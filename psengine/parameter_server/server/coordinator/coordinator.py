@@ -90,7 +90,9 @@ class Coordinator(JobMemory):
         # Registration.
         self._registrar: Worker | None = None
         self._had_registrar = False
-        self._may_return_s = -math.inf  # until then whoever has the job's key may come and say that it has values
+        # The key is a former life's, and until then whoever has it may come and say that it has values. -inf: the key
+        # is this life's.
+        self._may_return_s = -math.inf
         self._empty: Message | None = None  # the view that ends the job's life before this one
         self._losses: dict[int, int] = {}  # by servers' lives, how many updates of each chunk they lost
         self._halted = ""  # why nobody goes on until the servers find what they lost
