@@ -1,10 +1,10 @@
-"""What a process that says HELLO claims of the view that it is in, and how it proves that. Pure.
+"""Checks the view that a process claims in its HELLO to be in. Pure.
 
     HELLO(view, digest, key) ─► judge ─┬─ the coordinator knows that view ──────────► the process is in it, or is not
                                        └─ VIEW_WANTED ─► VIEW, RELEASE… ─► hear ─► HELLO again ─┘
 
-HELLO has a view's number and digest only, so that its size does not grow with the job. A coordinator that lacks the
-view, because it has restarted, asks one process for it. Nothing that is claimed counts before the job's key is proven.
+HELLO has only the number and digest of a view, so that its size does not grow with the job. A coordinator that lacks
+the view, because it has restarted, asks one process for it. No claim counts before the process proves the job's key.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from psengine.protocol.bounds import MAX_VIEW_NUMBER
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View, check_digest, release_of, sign, view_of
 
-# What a process says of the view that it was in, where it is asked.
+# The messages with which a process shows its view when it is asked to.
 SHOWN = frozenset({MessageType.VIEW, MessageType.RELEASE})
 
 
 @dataclass
 class Shown:
-    """What a process, ``sender``, that was asked for its view has shown: it, and the releases under it that are news.
+    """The view that one process, ``sender``, was asked to show, and the new releases under it.
 
     Attributes:
         since_s: when it was asked.
@@ -53,10 +53,10 @@ class Claims:
         self._shown: Shown | None = None
 
     def judge(self, message: Message, sender: Sender, now_s: float) -> tuple[Message, View | None]:
-        """A HELLO, without what does not count of it; and the view that its process is in, if the key is the job's.
+        """Return the HELLO without claims that do not count, and the view that the process is in; None without the key.
 
         Raises:
-            ProtocolError: it is of another life of the job; or the process has to show its view first.
+            ProtocolError: the process is of another life of the job, or has to show its view first.
         """
         body, has_key = message.body, message.body.get("key") == self._job.key
         if "view" not in body:
@@ -100,7 +100,7 @@ class Claims:
         return has_other or (job.state is JobState.RESUMING and body.get("release", 0) > known)
 
     def _ask_to_show(self, message: Message, sender: Sender, now_s: float) -> None:
-        """One process at a time shows its view: all of a job's come at once, and each view names all of them."""
+        """Ask one process at a time: all of a job come at once after a restart, and each view names all of them."""
         body, shown = message.body, self._shown
         if not self._job.is_known and body["view"] > MAX_VIEW_NUMBER // 2:
             raise ProtocolError(f"view {body['view']} of an unknown job leaves no room for others", ErrorCode.BAD_VALUE)
@@ -112,11 +112,11 @@ class Claims:
         raise ProtocolError("this coordinator lacks the view; show it, and say HELLO again", ErrorCode.VIEW_WANTED)
 
     def has_asked(self, route: bytes) -> bool:
-        """Whether who has this connection was asked to show its view, and what follows it."""
+        """Whether the process with this connection was asked to show its view and the releases under it."""
         return self._shown is not None and self._shown.sender.route == route
 
     def hear(self, message: Message) -> Shown:
-        """A VIEW, or a RELEASE under it, of a former coordinator; ``releases`` then has those that came with it."""
+        """Take a former coordinator's VIEW, or a RELEASE under it; the result's ``releases`` are this message's."""
         shown, job = self._shown, self._job
         assert shown is not None, "see has_asked"
         if message.type is MessageType.RELEASE:
@@ -136,6 +136,6 @@ class Claims:
 
 
 def _has_sender(view: View, message: Message, sender: Sender) -> bool:
-    """Whether the process that says this is in the view."""
+    """Whether the sender of ``message`` is in the view."""
     member = view.member(message.worker)
     return member is not None and (member.incarnation, member.user_id) == (message.incarnation, sender.user_id)
