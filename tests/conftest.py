@@ -1,7 +1,5 @@
 """What all tests have: a Ctrl-C that commands hear, and the servers of a test module."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

@@ -1,7 +1,5 @@
 """A leader that is stopped past its lease, an etcd that is gone: no acknowledged update is lost, or applied twice."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time

@@ -1,7 +1,5 @@
 """Clients that mean harm: the server serves on, an honest worker loses nothing, and nothing grows."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

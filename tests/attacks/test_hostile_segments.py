@@ -1,7 +1,5 @@
 """What a process may share with a server as memory, and what it may do to memory that it shares."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import random

@@ -1,7 +1,5 @@
 """Cut links between hosts, under every strategy and codec: right weights, or a named culprit."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The studies of benchmarks/accuracy compare at equal samples."""
 
-from __future__ import annotations
-
 from accuracy.studies import STUDIES
 
 

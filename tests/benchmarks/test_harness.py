@@ -1,7 +1,5 @@
 """The harness of benchmarks/: who measures when, what becomes of the seconds, and what is written of them."""
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What the storm counts, and when its faults come."""
 
-from __future__ import annotations
-
 from storm.account import FaultRecord, Training, percentile
 from storm.faults import LEAVING, SHARES, plan
 

@@ -1,7 +1,5 @@
 """``psengine admin``, against servers with workers."""
 
-from __future__ import annotations
-
 import os
 import socket
 import tempfile

@@ -1,7 +1,5 @@
 """psengine advise: verdicts on known step times, timelines, and one real script with a slow rank."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``psengine doctor``: conditions are provoked for real, in processes, namespaces and servers of our own."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

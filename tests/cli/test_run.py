@@ -1,7 +1,5 @@
 """psengine run: its command line, what it refuses, and what reaches the script."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """psengine run: what it says of a rank that fails, and what it starts again."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """psengine run's parameter servers: started again where they die, given up where that does not help."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """psengine run: Ctrl-C and its like end everything that it started, and nothing is left behind."""
 
-from __future__ import annotations
-
 import re
 import signal
 import urllib.request

@@ -1,7 +1,5 @@
 """``psengine status``, against servers with clients that train, stop and die."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

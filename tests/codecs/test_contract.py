@@ -1,7 +1,5 @@
 """The contract of codecs, parametrized over every codec: one line of registration puts a new one under it."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

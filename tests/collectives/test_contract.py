@@ -6,8 +6,6 @@ A collective of yours, which ``my_module`` registers as "my-name", is tried from
         python -m pytest tests/collectives/test_contract.py -k "test_contract and my-name"
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import os

@@ -1,7 +1,5 @@
 """collective="hierarchical": its bits, its bytes, its failures. The contract suite runs it on one host."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

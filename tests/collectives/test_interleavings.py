@@ -1,7 +1,5 @@
 """Every order in which ranks can meet in shared memory, over memory as weak as C++ allows: interleaving/README.md."""
 
-from __future__ import annotations
-
 import pytest
 from collectives.interleaving.planted_bugs import BUGS, TOLD_BY_ARRIVAL, Bug
 from collectives.interleaving.program import build, explore, reason_against, story

@@ -1,7 +1,5 @@
 """gloo's order of addition: the rule, gloo itself and shared memory give the same bits."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Shared memory between real processes: waits, faults, and what is left behind."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

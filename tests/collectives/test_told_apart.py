@@ -1,7 +1,5 @@
 """Who shares a host is found out by trying, under real namespaces: names, boot ids and /dev/shm mislead."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

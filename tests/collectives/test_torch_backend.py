@@ -1,7 +1,5 @@
 """The backend "psengine" of torch.distributed: what gloo does, through shared memory; native DDP and others over it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -1,7 +1,5 @@
 """What workers do together besides gradients: real ranks over gloo and over shared memory, and independent workers."""
 
-from __future__ import annotations
-
 import enum
 import io
 import logging

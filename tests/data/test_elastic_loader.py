@@ -1,7 +1,5 @@
 """Samples and random numbers of virtual workers: the same whoever plays them, and wherever batches are fetched."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """mean, sum and gather against plain arithmetic, and the errors that keep ranks with different metrics from hanging."""
 
-from __future__ import annotations
-
 import collections
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Shares of an epoch against one process's batches and torch's own samplers."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from itertools import chain

@@ -1,7 +1,5 @@
 """Batch normalisation over ranks equals torch's BatchNorm in one process on the batches of all ranks together."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

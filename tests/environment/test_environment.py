@@ -1,7 +1,5 @@
 """``init`` and ``shutdown``: alone, in a group, as an independent worker; how ranks meet."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

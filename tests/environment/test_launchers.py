@@ -1,7 +1,5 @@
 """Each launcher's variables, read into a placement."""
 
-from __future__ import annotations
-
 import dataclasses
 import zlib
 

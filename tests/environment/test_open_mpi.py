@@ -1,7 +1,5 @@
 """Open MPI's mpirun starts the workers: docs/launching/open_mpi.md's lines."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

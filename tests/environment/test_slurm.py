@@ -1,7 +1,5 @@
 """deploy/slurm's own scripts, and docs/launching/slurm.md's lines, on a real Slurm cluster of three emulated nodes."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

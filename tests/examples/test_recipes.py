@@ -1,7 +1,5 @@
 """docs/recipes and examples/recipes: each script beside its native twin, or beside one process."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

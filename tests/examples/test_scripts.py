@@ -1,7 +1,5 @@
 """The whole trainings of examples/: each is run as its own main program in real ranks."""
 
-from __future__ import annotations
-
 import functools
 import gzip
 import importlib

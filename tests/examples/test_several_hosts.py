@@ -1,7 +1,5 @@
 """examples/train_mlp.py on two hosts with each launcher; needs root."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

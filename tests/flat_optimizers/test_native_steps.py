@@ -1,7 +1,5 @@
 """SGD in one native pass, against torch.optim's arithmetic, bit for bit."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

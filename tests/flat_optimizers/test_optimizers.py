@@ -1,7 +1,5 @@
 """Server-side optimizers: a chunk steps like torch.optim steps the parameters it is made of, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import itertools

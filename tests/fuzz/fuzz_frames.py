@@ -6,8 +6,6 @@
 A failure prints the frames in hex, to be added to tests/protocol/protocol_vectors.json or a test.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

@@ -1,7 +1,5 @@
 """Bucket layout against native DDP's own function, and the two copies against plain arithmetic."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """check_finite=True: every rank raises, names parameter and rank, and no average is written."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Through which files a bucket goes, from the hook that fills it to ``.grad``: what one has to read, and pays for."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import FrameType

@@ -1,7 +1,5 @@
 """Lightning's Trainer and Fabric over psengine: two ranks of the real library, against the same over native DDP."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Ray's TorchTrainer with psengine's strategies, on a cluster of two nodes on this machine."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import json

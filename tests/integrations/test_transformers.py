@@ -1,7 +1,5 @@
 """accelerate and transformers over psengine: two ranks of the real libraries, against the same over native DDP."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """What trainings of all libraries have in common: the model, its data, and native DDP's result to compare with."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The operators of codecs with each table of kernels: the bits of the payloads in tests/oracles."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from oracles import payloads

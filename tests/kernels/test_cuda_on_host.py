@@ -3,8 +3,6 @@
 cuda_on_host/cuda_on_host.h stands in for CUDA; cuda_on_host/trial.cpp compares.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The fused operators, native and in plain torch, against torch's own arithmetic."""
 
-from __future__ import annotations
-
 import math
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """The fused operators on CUDA, against those on the CPU: the same bits."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

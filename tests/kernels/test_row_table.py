@@ -1,7 +1,5 @@
 """Rows found by id: values against NumPy, steps against torch.optim on a sparse embedding, bit for bit."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -8,8 +8,6 @@ at a server         values ─ + residual ─ what arrives ─┐
 Over a collective casts are summed as they are, and "topk" sends all of the sum.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 

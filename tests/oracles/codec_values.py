@@ -7,8 +7,6 @@ An oracle, in plain torch: it shares the codecs' names and options with psengine
 keep nothing.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

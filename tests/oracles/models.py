@@ -1,7 +1,5 @@
 """Small models, one for each thing that an exchange of values may get wrong, with a batch and the wrapper's options."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@
 a codec's name in place of its form.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

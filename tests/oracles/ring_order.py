@@ -12,8 +12,6 @@ size, and a chunk is a whole number of segments. The last chunks of a small tens
 csrc/shared_memory/ring.h has the same rule in C++.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

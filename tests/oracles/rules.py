@@ -6,8 +6,6 @@ The rules share with the strategies the cut of a model into fragments, buckets a
 Lin et al. 2018 (arXiv 1808.07217), Douillard et al. 2023 (2311.08105), Douillard et al. 2025 (2501.18512).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

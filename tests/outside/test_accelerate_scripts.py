@@ -6,8 +6,6 @@ pytest's process               ranks (forked with torch imported)
     models of each rank    ◀──── the script as ``__main__``; what it wrapped, as it was left
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import runpy

@@ -4,8 +4,6 @@ It exchanges what backward leaves in ``.grad``; gradients of distributed autogra
 on their rank without a word.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

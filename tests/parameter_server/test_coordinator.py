@@ -1,7 +1,5 @@
 """The coordinator alone: workers are written by hand, and so is the clock."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A donor's state is spread over shards; where it has no room, the joiner is refused, and the donor trains on."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest

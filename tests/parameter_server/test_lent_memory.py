@@ -1,7 +1,5 @@
 """Weights that workers read in the server's own memory: never half of one version and half of another."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Values that were trained are not replaced by a run that names other servers than those that have them."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import pytest

@@ -1,7 +1,5 @@
 """Several shards' words about a job, as one view."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from support.statuses import shard, worker

@@ -1,7 +1,5 @@
 """Sealed memory: who may write to it, what is taken from a peer, and what stays of it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Workers and servers of one host share memory: the same bits as over sockets, whoever dies, and nothing is left."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Shards: who may say what, views, answers that go to the newest connection, and the log's replay."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.shard_world import (

@@ -1,7 +1,5 @@
 """What a worker says of itself, what a shard sees of it, and what people are told happened."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Payloads that libzmq reads where they are: what arrives, and when their memory is free."""
 
-from __future__ import annotations
-
 import gc
 import socket
 import threading

@@ -1,7 +1,5 @@
 """deploy/: files that nobody runs here name only what exists. tests/environment/test_slurm.py runs Slurm's scripts."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

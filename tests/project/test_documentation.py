@@ -1,7 +1,5 @@
 """The documentation builds without a warning, and what it quotes and commands is there."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

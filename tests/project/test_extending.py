@@ -1,7 +1,5 @@
 """The programs of docs/extending.md: each registers itself, and trains as its text says."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The ``pip install`` commands of messages fit how a copy was installed; the other project's package is noticed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

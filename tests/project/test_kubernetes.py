@@ -3,8 +3,6 @@
 There is no cluster here. Commands run as processes of this machine, at paths of this test.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """``import psengine`` and strategy "sync" need no module that Windows lacks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

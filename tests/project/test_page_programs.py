@@ -1,7 +1,5 @@
 """The programs on the pages run as they stand there, and do what the text beside them says."""
 
-from __future__ import annotations
-
 import ast
 import io
 import os

@@ -1,7 +1,5 @@
 """What users write to choose a strategy or a collective, and the names that programs register."""
 
-from __future__ import annotations
-
 import pytest
 
 import psengine

@@ -1,7 +1,5 @@
 """What start-up does not import. No time is asserted here: benchmarks/start_up measures it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

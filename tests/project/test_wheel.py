@@ -1,7 +1,5 @@
 """The wheel, its trial in a fresh environment, and what pip shows of a build without the native extension."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

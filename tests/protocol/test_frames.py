@@ -1,7 +1,5 @@
 """Messages to frames and back; and whatever else a peer may send is refused in words."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """The largest messages of the largest job fit: what a message can hold is computed from bytes."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

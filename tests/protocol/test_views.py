@@ -1,7 +1,5 @@
 """Views and releases: signed by the coordinator, and the same value after any way through bodies."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """deploy/prometheus: rules that Prometheus takes, and a board, over metrics that exist."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Steps of strategy "async" over parameters of another job's model, and refused ones."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

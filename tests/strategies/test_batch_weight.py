@@ -1,7 +1,5 @@
 """``model.batch_weight``: averages by samples, against one plain process over all ranks' samples."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable

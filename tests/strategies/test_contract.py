@@ -1,7 +1,5 @@
 """The contract of strategies, parametrized over every strategy: one line of registration puts a new one under it."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Strategy "diloco-server": workers in collectives and without samples, codecs, weights by samples."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """Strategy "sync:virtual_workers=V": native DDP's bits with V ranks, whoever plays the virtual workers."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Strategies "local" and "diloco": what travels within checkpoints, scalers, samples, uneven data."""
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import Any

@@ -3,8 +3,6 @@
 Each rank also holds all replicas, and follows the rule with them: products of matrices then have the same kernels.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Codecs over servers: what travels up and down, who agrees on it, and what becomes of a residual."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

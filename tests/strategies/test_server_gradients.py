@@ -1,7 +1,5 @@
 """Which gradients count under the server strategies: unused, sparse, not finite."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

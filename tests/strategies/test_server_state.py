@@ -1,7 +1,5 @@
 """Optimizers whose state was loaded before a model was wrapped, or made after the servers' snapshot."""
 
-from __future__ import annotations
-
 import copy
 import os
 import time

@@ -1,7 +1,5 @@
 """How workers of the server strategies meet: without a group, late, ahead of others, where no server is."""
 
-from __future__ import annotations
-
 import copy
 import io
 import logging

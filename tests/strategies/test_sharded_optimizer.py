@@ -1,7 +1,5 @@
 """Strategy "sync:shard_optimizer=true": the bits of "sync", with a part of the optimizer's state on each rank."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io

@@ -1,7 +1,5 @@
 """``model.statistics()``, ``model.leave()`` and a worker's number, under each strategy; servers named in its text."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """SyncAllReduce(compress=...): what travels is encoded, what the optimizer sees is not."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

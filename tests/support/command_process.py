@@ -1,7 +1,5 @@
 """The one way tests start the ``psengine`` command: a real process, signals, its output in files, always ended."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Objects of C++ sources for tests, in build/: what was compiled before is used again."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

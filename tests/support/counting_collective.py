@@ -1,7 +1,5 @@
 """A collective that passes operations on to another one and counts the bytes: a file, and a line that registers it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Real etcd servers (Debian: etcd-server), each with a directory; they can be stopped, killed and started again."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

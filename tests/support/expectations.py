@@ -1,7 +1,5 @@
 """What tests expect inside ranks, where pytest's own assertions are not at hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Workers for tests of faults: processes that a test starts, kills, stops and starts again, one by one."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import logging

@@ -5,8 +5,6 @@ program calls ``held`` before each step; the test makes a ``Hold``, starts the p
 releases the step once all is seen that must happen before.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Namespaces, and the links between those of emulated hosts; see ``hosts.py``. Needs root."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence

@@ -12,8 +12,6 @@ Gradients do not depend on weights, and without a codec all sums are exact in fl
 whatever the order in which gradients come, and a gradient that is lost or counted twice shows.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Ranks of one machine that share memory only with some of the others, as ranks of several hosts do."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 

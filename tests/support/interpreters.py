@@ -4,8 +4,6 @@ One process imports torch and forks; a child runs its program at the top of its 
 and then leaves it, so that Python finalizes. (Children of multiprocessing leave by os._exit.)
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """What cli/test_run.py launches; without torch, so that it starts at once. Its first argument says how it ends."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

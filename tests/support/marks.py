@@ -1,7 +1,5 @@
 """Marks for parameters of tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

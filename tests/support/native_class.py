@@ -1,7 +1,5 @@
 """psengine's wrapper in the place of torch's, in programs that were written for GPUs."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

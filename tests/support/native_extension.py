@@ -1,7 +1,5 @@
 """For tests that insist on what only the native extension does; without it they skip."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

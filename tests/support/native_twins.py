@@ -1,7 +1,5 @@
 """A model under psengine beside the same model under native DDP."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Native

@@ -1,7 +1,5 @@
 """A second user of the machine, played by processes that gave up root. Tests that need one are skipped without root."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Processes that a test started: what the kernel's table says of them, and signals to them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

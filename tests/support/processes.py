@@ -1,7 +1,5 @@
 """How tests start ranks: forks of a process that has imported everything, under the runner of ``psengine.verify``."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

@@ -5,8 +5,6 @@
 A program of its own: Ray's driver leaves threads and warnings behind, and its cluster ends with it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -11,8 +11,6 @@ real link. Lines of the input: "cut 0" and "mend 0", each answered by "ok"; the 
 ends with its input.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import heapq

@@ -1,7 +1,5 @@
 """What tests ask of a process that they started, whoever starts it: what it wrote, how it ended, what it waits for."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable

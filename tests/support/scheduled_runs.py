@@ -1,7 +1,5 @@
 """What ``scheduled_training.py`` wrote, and the same training under native DDP."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -7,8 +7,6 @@ FOLDER/wrapped-N-PID after that. ``--slow``: this worker alone pauses. ``--check
 rank 0 saves each step, and a later run goes on from there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

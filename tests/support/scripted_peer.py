@@ -1,7 +1,5 @@
 """A server of a script's making, for what no real server does: losses, delays, repeats and nonsense."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """What a worker of a server strategy trains in tests: models, batches and optimizers, the same in every process."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Callable

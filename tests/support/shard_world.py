@@ -6,8 +6,6 @@ workers[0].push(0, 1, values)       its answers: workers[0].updates()
 world.publish(workers[:2], from_step=2)
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -1,7 +1,5 @@
 """Statuses of servers that are not there: a job of name "demo" whose workers are as the test says."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """A model with two tables, on servers or as ``torch.nn`` has them, and its batches: the same in every process."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Random tensors of any dtype, and comparisons to the bit."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 

@@ -1,7 +1,5 @@
 """A codec with a residual: the one value that is largest, and what was left out goes with later payloads."""
 
-from __future__ import annotations
-
 import torch
 from typing_extensions import override
 

@@ -1,7 +1,5 @@
 """Targets for psengine verify: some that train alike under both wrappers, some made to differ, some that are wrong."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

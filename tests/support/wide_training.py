@@ -3,8 +3,6 @@
 Argument: a directory for checkpoints.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 

@@ -1,7 +1,5 @@
 """Rule "async": the bits of a plain process where one worker trains; what prefetched rows lack; who is refused."""
 
-from __future__ import annotations
-
 import itertools
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Rule "average": the bits of ``torch.nn.Embedding(sparse=True)`` under native DDP."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Workers that stop for longer than a lease: under "average" they cannot go on, and the others do."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

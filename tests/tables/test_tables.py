@@ -1,7 +1,5 @@
 """What tables refuse, and what people do with their rows: read, load, export, serve, save."""
 
-from __future__ import annotations
-
 import copy
 import io
 import os

@@ -1,7 +1,5 @@
 """Runs torch's GPU tests of DistributedDataParallel on the CPU: their subject is the reducer, not the device."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Found by running every test of torch 2.13's suite that touches DistributedDataPa
 oracle passes, psengine must pass. Each test runs on 2 ranks; those in ``ALSO_ON_FOUR_RANKS`` do more on 4.
 """
 
-from __future__ import annotations
-
 # (a) On gloo and the CPU as they are.
 ON_CPU = (
     "test_DistributedDataParallelCPU",

@@ -9,8 +9,6 @@ own way (spawn) imports torch anew in each rank.
         problem   ◀───────────  joins, reads exit codes  ◀───  exit code, traceback
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -4,8 +4,6 @@
 why the rest does not: ``torch_suite/selection.py``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """What watches a step never fails it: times, timelines, stalls, norms and what is reported, whatever a program does."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

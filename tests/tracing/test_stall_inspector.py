@@ -1,7 +1,5 @@
 """A wait that lasts names who is missing, whatever they do instead; and changes nothing."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Timelines: what is in the file, whatever the model does meanwhile; and nothing changes by it."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """A training's own metrics: of rank 0 alone, on a port that was asked for, and never training's end."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

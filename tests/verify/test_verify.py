@@ -1,7 +1,5 @@
 """psengine verify: planted differences are found where they were planted, and nothing is found where nothing is."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Gradients accumulated over micro-batches."""
 
-from __future__ import annotations
-
 import contextlib
 
 import torch

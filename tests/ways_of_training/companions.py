@@ -1,7 +1,5 @@
 """What torch offers to be used with its wrapper, as its documentation uses it. torch's tests of it are in no wheel."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from typing import Any

@@ -1,7 +1,5 @@
 """Parameters that are frozen, and thawed."""
 
-from __future__ import annotations
-
 from torch.nn import functional as F
 from ways_of_training.networks import Pieces, classify, mlp, train
 from ways_of_training.run import Run

@@ -1,7 +1,5 @@
 """What is done with gradients, and with the graph, beside one plain backward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Hooks: of tensors, modules, parameters, optimizers; and communication hooks."""
 
-from __future__ import annotations
-
 from torch import Tensor
 from ways_of_training.networks import mlp, train
 from ways_of_training.run import Run

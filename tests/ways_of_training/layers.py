@@ -1,7 +1,5 @@
 """Kinds of layers, and of parameters."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from ways_of_training.networks import classify, mlp, train

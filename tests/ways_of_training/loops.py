@@ -1,7 +1,5 @@
 """Loops around steps: where batches come from, evaluation between steps, several models."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F

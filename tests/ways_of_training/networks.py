@@ -1,7 +1,5 @@
 """Small networks that rows have in common."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

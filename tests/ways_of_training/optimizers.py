@@ -1,7 +1,5 @@
 """Every optimizer, and what scripts do to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What forward takes and returns, beside a tensor."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

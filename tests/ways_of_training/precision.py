@@ -1,7 +1,5 @@
 """Number formats: autocast, scaled gradients, models in other dtypes."""
 
-from __future__ import annotations
-
 import math
 
 import torch

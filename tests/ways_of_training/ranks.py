@@ -1,7 +1,5 @@
 """Processes that run one cell of the table after the other; after a cell that hangs, dies or fails, new ones."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import hashlib

@@ -1,7 +1,5 @@
 """Activation checkpointing in all modes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """What a row is given: a wrapper, an optimizer, data; and what stays of the run, to be compared."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterable, Iterator

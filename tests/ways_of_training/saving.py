@@ -1,7 +1,5 @@
 """Saving, loading, copying, and going on."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

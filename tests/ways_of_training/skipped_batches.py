@@ -1,7 +1,5 @@
 """A batch is skipped: an exception is caught, somewhere in a step, and training goes on."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The table: which row is expected to do what in which column."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Every program of the table, with several workers against native DDP, with one against plain training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 

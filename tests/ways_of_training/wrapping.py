@@ -1,7 +1,5 @@
 """The wrapper's own options, and torch.compile around and inside it."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,7 +1,5 @@
 """What a script changes behind the wrapper's back: gradients' memory, lazy gradients, the parameters' dtype."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

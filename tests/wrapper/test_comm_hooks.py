@@ -1,7 +1,5 @@
 """Every hook of torch.distributed.algorithms.ddp_comm_hooks, against native DDP with the same hook."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from support.expectations import raises

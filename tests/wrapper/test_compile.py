@@ -1,7 +1,5 @@
 """torch.compile around, inside and under the wrapper."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

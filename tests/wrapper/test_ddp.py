@@ -1,7 +1,5 @@
 """DistributedDataParallel's behaviour, against native DDP in the same ranks or against plain arithmetic."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

@@ -1,7 +1,5 @@
 """DistributedOptimizer: a true optimizer of the wrapped class."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Several optimizers of one model, where workers step: all of their states for a joiner."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

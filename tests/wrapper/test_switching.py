@@ -1,7 +1,5 @@
 """``model.switch_strategy``: weights stay, optimizers go on, and what cannot be is refused before anything changes."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal

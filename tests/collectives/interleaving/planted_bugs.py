@@ -1,7 +1,5 @@
 """Bugs that the exploration must find: changes of the engine's sources, and the scenario that each is looked for in."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

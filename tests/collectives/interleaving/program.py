@@ -4,8 +4,6 @@ The compiler calls a function for each access to memory (-fsanitize=thread), and
 sources of csrc/shared_memory are compiled as they are, but for the sizes in sizes.h.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The client against real servers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

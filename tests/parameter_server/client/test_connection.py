@@ -1,7 +1,5 @@
 """The client against a scripted peer: losses, delays, repeats and nonsense, which a real server does not produce."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import socket

@@ -1,7 +1,5 @@
 """What a push that fails, and a worker that comes late, mean for steps; simulation/ holds the rest."""
 
-from __future__ import annotations
-
 import torch
 
 from psengine.parameter_server.client.operation import Parking, Push

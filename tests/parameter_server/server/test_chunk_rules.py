@@ -1,7 +1,5 @@
 """A chunk's rule through a whole shard: what counts, what is refused, and what nothing may change."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients are added while others are still awaited; the bits are those of adding all at the end."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Real processes and sockets: start-up, signals, snapshots, and peers that misbehave."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

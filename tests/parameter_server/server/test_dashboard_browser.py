@@ -1,7 +1,5 @@
 """The dashboard in a real browser: a real server and workers, one of them slow, one killed, one of a hostile name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

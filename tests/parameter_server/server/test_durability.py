@@ -1,7 +1,5 @@
 """What a server is durable to: that it is there, whose it is, that it fits, and when a new one is worth writing."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """A shard's socket against peers that do not read, do not end a message, or are gone: it closes, and drops nothing."""
 
-from __future__ import annotations
-
 import os
 import struct
 import time

@@ -1,7 +1,5 @@
 """Events that repeat leave room for others, and lines in the log are bounded."""
 
-from __future__ import annotations
-
 from psengine.parameter_server.server.daemon import MAX_EVENTS, MAX_LINES, EventLog
 
 

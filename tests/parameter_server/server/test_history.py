@@ -1,7 +1,5 @@
 """A run told again from its servers' logs: the bits of the workers' answers and of the servers, and who broke it."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from threading import Barrier

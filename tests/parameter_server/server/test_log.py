@@ -1,7 +1,5 @@
 """The write-ahead log of a shard, without threads: what was durable comes back, or an error names the place."""
 
-from __future__ import annotations
-
 import errno
 import os
 import time

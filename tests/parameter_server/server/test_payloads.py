@@ -1,7 +1,5 @@
 """What a shard takes and gives where a job has a codec, message by message."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.shard_world import APPLY, AVERAGE, Worker, World, codes, push_all, spec, team, whole, world_of

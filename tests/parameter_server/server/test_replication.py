@@ -1,7 +1,5 @@
 """A server and its follower, in real processes: what workers get once the leader has died, and who may follow."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

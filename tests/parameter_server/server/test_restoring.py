@@ -1,7 +1,5 @@
 """A log applied to the snapshot that it goes on from is the state that the shard had, bit for bit."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

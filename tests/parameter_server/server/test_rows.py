@@ -1,7 +1,5 @@
 """Tables at servers: rows step, are refused, go and come back; the twin is one table in this process."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

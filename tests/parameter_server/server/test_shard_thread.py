@@ -1,7 +1,5 @@
 """A shard's thread between its socket, the coordinators, the shard and the log: who gets a message, and what waits."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

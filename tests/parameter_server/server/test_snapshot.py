@@ -1,7 +1,5 @@
 """Snapshots: what was saved comes back bit by bit, or an older one does, or an error says why none can."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

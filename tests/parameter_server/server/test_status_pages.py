@@ -1,7 +1,5 @@
 """The status port: what it serves to whom, and that nothing can be changed there."""
 
-from __future__ import annotations
-
 import http.client
 import re
 import socket

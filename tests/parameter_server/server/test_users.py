@@ -1,7 +1,5 @@
 """A machine that several users share: nobody reaches another's servers, and nobody is taken for another's server."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
