@@ -1,4 +1,5 @@
-"""One HTTP port to read from, of a server and of a training process, for people and Prometheus.
+"""What is known of a server, and the HTTP port to read it from, for people and Prometheus; a training's port too.
 
-What it serves is given to it. Imports nothing of the package.
+``status_model`` defines a server's status, ``overview`` merges what its shards say of a job, ``pages`` shows it, and
+``http_status`` serves what it is given. May import ``protocol``.
 """

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from psengine.parameter_server.overview import merge_jobs
-from psengine.parameter_server.status_model import ShardStatus
+from psengine.status_port.overview import merge_jobs
+from psengine.status_port.status_model import ShardStatus
 
 
 @dataclass(frozen=True, kw_only=True)

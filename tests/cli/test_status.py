@@ -22,7 +22,7 @@ import psengine
 from psengine.cli.main import main
 from psengine.cli.status import ServerReport, jobs_view, merge, servers_table
 from psengine.parameter_server.server.daemon import EventLog
-from psengine.parameter_server.status_model import LogStatus, ReplicaStatus, ServerFacts
+from psengine.status_port.status_model import LogStatus, ReplicaStatus, ServerFacts
 
 EVIL = "\x1b[2J\x9b1A\r\n\u202e[/x]"
 SHOWN = r"\x1b[2J\x9b1A\r\n\u202e[/x]"

@@ -15,8 +15,8 @@ from support.waiting import eventually
 from torch import nn
 
 import psengine
-from psengine.parameter_server.overview import merge_jobs
-from psengine.parameter_server.status_model import ShardStatus
+from psengine.status_port.overview import merge_jobs
+from psengine.status_port.status_model import ShardStatus
 from psengine.tracing.telemetry import Telemetry
 
 STEPS = 6

@@ -14,7 +14,7 @@ OPTIONAL = (
     *("prometheus_client", "typer", "rich", "matplotlib", "sklearn", "ssl", "asyncio", "sqlite3", "xml"),
     *("torch._dynamo", "torch._inductor", "torch.distributed.run", "torch.distributed.elastic.agent"),
     *("psengine.cli", "psengine.verify", "psengine.integrations", "psengine.parameter_server.server"),
-    "psengine.status_port",
+    *("psengine.status_port.http_status", "psengine.status_port.pages"),
 )
 # torch imports much of the standard library itself: only what was not there before counts.
 IMPORTED = """

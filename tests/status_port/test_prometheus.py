@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from support.statuses import TIMES, server, shard, worker
 
-from psengine.parameter_server.server.status.pages import render_metrics
-from psengine.parameter_server.status_model import LogStatus, ReplicaStatus, SnapshotStatus
+from psengine.status_port.pages import render_metrics
+from psengine.status_port.status_model import LogStatus, ReplicaStatus, SnapshotStatus
 from psengine.tracing.telemetry import Telemetry
 from psengine.tracing.training_metrics import TrainingMetrics
 

@@ -3,8 +3,8 @@
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from psengine.parameter_server.overview import merge_jobs
-from psengine.parameter_server.status_model import (
+from psengine.status_port.overview import merge_jobs
+from psengine.status_port.status_model import (
     CoordinatedJob,
     CoordinatedWorker,
     Departed,

@@ -47,7 +47,6 @@ from psengine.environment.processes import has_exited
 from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, ProtocolError, SnapshotError
 from psengine.kernels.freed_memory import keep_freed_memory
-from psengine.parameter_server.overview import merge_jobs
 from psengine.parameter_server.segment import machine_memory_bytes, resident_bytes
 from psengine.parameter_server.server.coordinator.coordinator import Interfaces
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
@@ -59,15 +58,16 @@ from psengine.parameter_server.server.replication.replication import Replication
 from psengine.parameter_server.server.replication.succession import Succession
 from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard.shard import Shard
-from psengine.parameter_server.server.status.pages import server_pages
 from psengine.parameter_server.server.transport.authentication import Authenticator
 from psengine.parameter_server.server.transport.endpoint import LINGER_MS, UNREAD_BYTES, BindError, Endpoint
 from psengine.parameter_server.server.transport.shard_thread import LAST_MESSAGES_S, ShardEndedError, ShardThread
-from psengine.parameter_server.status_model import Event, ServerFacts, ServerStatus, ShardStatus
 from psengine.protocol.bounds import KEY_BYTES
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import ErrorCode, Message
 from psengine.status_port.http_status import HttpStatus
+from psengine.status_port.overview import merge_jobs
+from psengine.status_port.pages import server_pages
+from psengine.status_port.status_model import Event, ServerFacts, ServerStatus, ShardStatus
 from psengine.tracing.logging_format import RateLimit
 from psengine.version import __version__
 

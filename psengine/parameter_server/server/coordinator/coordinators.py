@@ -15,9 +15,9 @@ from psengine.parameter_server.server.coordinator.coordinator import Coordinator
 from psengine.parameter_server.server.coordinator.elastic import ElasticCoordinator
 from psengine.parameter_server.server.coordinator.states import JobState
 from psengine.parameter_server.server.interfaces import Outgoing, Sender, too_many_jobs
-from psengine.parameter_server.status_model import CoordinatedJob
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import ErrorCode, Message, MessageType
+from psengine.status_port.status_model import CoordinatedJob
 
 MAX_JOBS = 256
 

@@ -15,9 +15,9 @@ from typing import Any
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.coordinator.states import WORKER, WorkerState, after
 from psengine.parameter_server.server.interfaces import Sender
-from psengine.parameter_server.status_model import NOT_FINITE, WorkerTimes
 from psengine.protocol.messages import MAX_WORKERS, ErrorCode, Message
 from psengine.protocol.views import ViewMember
+from psengine.status_port.status_model import NOT_FINITE, WorkerTimes
 
 # Messages that a process sent before it died may still arrive after its successor's first one.
 CLAIM_GRACE_S = 0.5

@@ -17,7 +17,7 @@ from psengine.errors import SnapshotError
 from psengine.parameter_server.server.log.disk import FULL_ERRORS
 from psengine.parameter_server.server.log.log import ShardLog
 from psengine.parameter_server.server.transport.shard_thread import HeldAnswers
-from psengine.parameter_server.status_model import LogStatus
+from psengine.status_port.status_model import LogStatus
 
 # How often a full disk is tried again, and an idle log's file is looked for; the longest wait, too.
 LOOK_S = 1.0

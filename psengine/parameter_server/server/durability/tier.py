@@ -28,8 +28,8 @@ from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.snapshots.files import ServerState
 from psengine.parameter_server.server.snapshots.generations import LOW_BYTES, Generations
 from psengine.parameter_server.server.transport.shard_thread import ShardThread
-from psengine.parameter_server.status_model import LogStatus, SnapshotStatus
 from psengine.protocol.messages import DURABILITY_TIERS
+from psengine.status_port.status_model import LogStatus, SnapshotStatus
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from psengine.errors import ProtocolError
 from psengine.parameter_server.server.replication.election import EPOCHS_APART, Member
 from psengine.parameter_server.server.replication.following import Following
 from psengine.parameter_server.server.replication.succession import Role, Succession
-from psengine.parameter_server.status_model import ReplicaStatus
 from psengine.protocol.messages import ErrorCode
+from psengine.status_port.status_model import ReplicaStatus
 
 RETRY_S = 0.5
 

@@ -15,10 +15,10 @@ import torch
 
 from psengine.codecs.base import Codec
 from psengine.parameter_server.server.rules.answer_memory import Place
-from psengine.parameter_server.status_model import JobCounts
 from psengine.protocol.layout import ChunkSpec
 from psengine.protocol.messages import NO_KEY, MessageType
 from psengine.protocol.views import View
+from psengine.status_port.status_model import JobCounts
 
 if TYPE_CHECKING:
     from psengine.parameter_server.server.rules.apply import Apply

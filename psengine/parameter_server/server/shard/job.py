@@ -29,11 +29,11 @@ from psengine.parameter_server.server.rules.merge import Merge
 from psengine.parameter_server.server.rules.payloads import codec_of, received_values
 from psengine.parameter_server.server.rules.rows import MergedRows, Rows
 from psengine.parameter_server.server.snapshots.files import JobState
-from psengine.parameter_server.status_model import JobCounts, ShardJob, ShardWorker, added
 from psengine.protocol.frames import payload_tensor
 from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, job_number
 from psengine.protocol.messages import DTYPE_NUMBERS, MAX_CHUNKS, ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View, other_servers
+from psengine.status_port.status_model import JobCounts, ShardJob, ShardWorker, added
 
 PAGE_BYTES = 48 * 1024
 # Chunk-sized slots of an optimizer that may be attached.

@@ -20,11 +20,11 @@ from psengine.parameter_server.server.rules.answer_memory import Place
 from psengine.parameter_server.server.rules.exchange import Reply
 from psengine.parameter_server.server.shard.job import Job
 from psengine.parameter_server.server.snapshots.files import JobState
-from psengine.parameter_server.status_model import ShardStatus
 from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.frames import decode, encode
 from psengine.protocol.messages import NOBODY, ErrorCode, Message, MessageType
 from psengine.protocol.views import check_digest, release_of, view_of
+from psengine.status_port.status_model import ShardStatus
 
 MAX_JOBS = 256
 # Of records: their messages were let in once.

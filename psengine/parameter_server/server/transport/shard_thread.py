@@ -41,10 +41,10 @@ from psengine.parameter_server.server.snapshots.files import ServerState, record
 from psengine.parameter_server.server.transport.endpoint import Endpoint, Received
 from psengine.parameter_server.server.transport.segments import ShardSegments
 from psengine.parameter_server.sockets import Waker
-from psengine.parameter_server.status_model import ServerFacts, ShardStatus, Transport
 from psengine.protocol.bodies import MAX_TEXT_CHARS
 from psengine.protocol.frames import decode, encode, payload_tensor, refusal, split
 from psengine.protocol.messages import NOBODY, TO_COORDINATOR, ErrorCode, Message, MessageType
+from psengine.status_port.status_model import ServerFacts, ShardStatus, Transport
 from psengine.tracing.logging_format import RateLimit
 from psengine.version import __version__
 

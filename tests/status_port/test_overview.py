@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from support.statuses import shard, worker
 
-from psengine.parameter_server.overview import merge_jobs
+from psengine.status_port.overview import merge_jobs
 
 
 def merged(*shards):

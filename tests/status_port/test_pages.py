@@ -10,9 +10,9 @@ from support.server_process import running_server
 from support.statuses import TIMES, shard, worker
 from support.statuses import server as server_status
 
-from psengine.parameter_server.server.status.pages import dashboard, render_metrics
-from psengine.parameter_server.status_model import SnapshotStatus
 from psengine.status_port.http_status import MAX_CONNECTIONS, HttpStatus
+from psengine.status_port.pages import dashboard, render_metrics
+from psengine.status_port.status_model import SnapshotStatus
 
 
 def ask(url, path, method="GET", host=None):

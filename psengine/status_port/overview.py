@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from psengine.parameter_server.status_model import (
+from psengine.status_port.status_model import (
     CoordinatedJob,
     CoordinatedWorker,
     JobStatus,
