@@ -1,10 +1,11 @@
-"""Processes of this host, as Linux shows them."""
+"""Processes of this host and their memory, as Linux shows them."""
 
 from __future__ import annotations
 
 import functools
 import os
 import signal
+from mmap import PAGESIZE
 from pathlib import Path
 
 import torch
@@ -15,6 +16,26 @@ def share_of_cores(processes: int) -> int:
     """Threads for each of so many processes: the cores that this one may use, shared out; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // processes)
+
+
+def machine_memory_bytes() -> int:
+    """What this machine, or the container, has."""
+    limits = [PAGESIZE * os.sysconf("SC_PHYS_PAGES")]
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            limits.append(int(Path(path).read_text()))
+        except (OSError, ValueError):
+            continue  # absent, or "max"
+    return min(limits)
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process alone, without what it shares with others; 0 where the system does not say."""
+    try:
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+        return (resident - shared) * PAGESIZE
+    except (OSError, ValueError):
+        return 0
 
 
 def process_table() -> str:

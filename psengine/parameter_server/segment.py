@@ -12,7 +12,6 @@ import os
 import sys
 import warnings
 import weakref
-from pathlib import Path
 
 import torch
 
@@ -31,26 +30,6 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 ALIGNMENT_BYTES = 64
 
 IS_AVAILABLE = sys.platform == "linux" and hasattr(os, "memfd_create")
-
-
-def machine_memory_bytes() -> int:
-    """What this machine, or the container, has."""
-    limits = [PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")]
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limits.append(int(Path(path).read_text()))
-        except (OSError, ValueError):
-            continue  # absent, or "max"
-    return min(limits)
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process alone, without what it shares with others; 0 where the system does not say."""
-    try:
-        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
-        return (resident - shared) * PAGE_BYTES
-    except (OSError, ValueError):
-        return 0
 
 
 def aligned(size_bytes: int) -> int:

@@ -43,11 +43,10 @@ import torch
 import zmq
 
 from psengine.environment.local_sockets import is_loopback, remove_stale_sockets, socket_beside
-from psengine.environment.processes import has_exited
+from psengine.environment.processes import has_exited, machine_memory_bytes, resident_bytes
 from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, ProtocolError, SnapshotError
 from psengine.kernels.freed_memory import keep_freed_memory
-from psengine.parameter_server.segment import machine_memory_bytes, resident_bytes
 from psengine.parameter_server.server.coordinator.coordinator import Interfaces
 from psengine.parameter_server.server.coordinator.coordinators import Coordinators
 from psengine.parameter_server.server.durability.tier import Durability
