@@ -29,7 +29,8 @@ class World:
         coordinators.stood_still = lambda pause_s: None  # this machine may be slow
         self.log = SimpleNamespace(end=0, durable=0, failure="", is_open=True, append=self._append)
         endpoint = Endpoint(context, "tcp://127.0.0.1:*")
-        self.thread = ShardThread(self.shard, endpoint, ["tcp://here:1"], coordinators=coordinators, on_admin=print)
+        self.thread = ShardThread(self.shard, endpoint, ["tcp://here:1"], on_admin=print)
+        self.thread.coordinators = coordinators
         self.thread.add_sink(self.log)
         self.peer = context.socket(zmq.DEALER)
         self.peer.setsockopt(zmq.LINGER, 0)

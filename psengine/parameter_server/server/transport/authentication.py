@@ -129,7 +129,6 @@ class Authenticator(threading.Thread):
 
     def __init__(self, context: zmq.Context[Any], settings: ServerSettings) -> None:
         super().__init__(name="psengine-authenticator", daemon=True)
-        self._zmq_context = context
         self._own: KeyPair | None = None
         # The one of a secret is public to whoever has the secret.
         self._clients: KeyList | AbstractSet[str] = frozenset()

@@ -79,7 +79,6 @@ class Endpoint:
 
     Attributes:
         address: as bound, with the real port.
-        local_address: a second address, a Unix socket for this user's clients; "" without one.
         peers: the connections behind the socket.
         owed_bytes: returns what a peer may be sent at once beside UNREAD_BYTES.
         closed: connections that were closed because their peer did not read.
@@ -97,7 +96,6 @@ class Endpoint:
         self.sent_bytes = 0
         self.received_bytes = 0
         self.received_messages = 0
-        self.local_address = ""
         # Of Unix sockets, which zmq leaves behind: by the end another process may have a file's name.
         self._files: dict[str, os.stat_result] = {}
         self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
@@ -151,7 +149,6 @@ class Endpoint:
             BindError: it cannot be bound.
         """
         self._bind(address)
-        self.local_address = address
 
     def poll(self, timeout_s: float, descriptor: int) -> bool:
         """Whether a message is there, or this descriptor can be read, after at most ``timeout_s``."""

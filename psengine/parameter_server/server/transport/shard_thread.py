@@ -176,11 +176,11 @@ class ShardThread(threading.Thread):
         endpoint: closed by this thread.
         addresses: of all shards of the server, as clients are told.
         on_admin: called with an operator's ADMIN, the route, and who sent it; answers through ``answer``.
-        coordinators: of the jobs that the server leads; None but at its first shard.
         facts: what the server says of itself; None but at its first shard.
         pair: the server and its follower; None where it has none, so that it leads.
 
     Attributes:
+        coordinators: of the jobs that the server leads; None but at its first shard.
         leads: the shard is the job's; else it has what a disk kept, or the copy of another's, and answers nothing.
         known: what the coordinators of that knew.
         kept: all of the other's records below are here to stay.
@@ -199,7 +199,6 @@ class ShardThread(threading.Thread):
         addresses: Sequence[str],
         on_admin: Callable[[ShardThread, bytes, Message, str], None],
         *,
-        coordinators: Coordinators | None = None,
         facts: Callable[[], ServerFacts] | None = None,
         pair: Pair | None = None,
     ) -> None:
@@ -207,7 +206,7 @@ class ShardThread(threading.Thread):
         self.shard = shard
         self.endpoint = endpoint
         endpoint.owed_bytes = shard.memory_bytes
-        self.coordinators = coordinators
+        self.coordinators: Coordinators | None = None
         self.answers = HeldAnswers(endpoint)
         self.segments = ShardSegments()
         self.pair, self.leads = pair, pair is None
