@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.server_process import Peer, ServerProcess, running_server
+from support.server_process import Peer, ServerProcess
 from support.waiting import eventually
 
 from psengine.parameter_server.segment import IS_AVAILABLE, Segment
@@ -17,12 +17,6 @@ from psengine.parameter_server.segment import IS_AVAILABLE, Segment
 pytestmark = pytest.mark.skipif(not IS_AVAILABLE, reason="memfd_create is Linux")
 NUMEL = 1024
 SIZE = 3 * 4096
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    with running_server() as running:
-        yield running
 
 
 @pytest.fixture

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from oracles.ring_order import add_in_ring_order
 from support.counting_collective import CountingCollective
 from support.expectations import raises
-from support.hosts_of_one_machine import live_on_host, needs_users
 from support.marks import slow
 from support.native_extension import SHARED_MEMORY, needs_shared_memory
+from support.other_user import live_on_host, needs_root
 from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 from support.tensors import SUMMED, addend, digest
 from support.waiting import eventually
@@ -271,7 +271,7 @@ def contract_on_hosts(rank: int, world_size: int, layout: tuple[int, ...]) -> li
 
 
 @needs_shared_memory
-@needs_users
+@needs_root
 @pytest.mark.parametrize("layout", [(0, 0, 1), slow((0, 1, 0, 1)), slow((0, 1)), slow((0, 1, 2, 2, 2))], ids=str)
 def test_contract_on_several_hosts(layout):
     """``layout``: by rank, its host."""

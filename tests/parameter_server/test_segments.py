@@ -86,12 +86,6 @@ def history(server: ServerProcess, rule: dict[str, object], *, shares: bool) -> 
     return made
 
 
-@pytest.fixture(scope="module")
-def server():
-    with running_server(shards=2) as running:
-        yield running
-
-
 @pytest.mark.parametrize("rule", [AVERAGE, APPLY], ids=["average", "apply"])
 def test_answers_have_the_bits_that_sockets_bring(server, rule):
     shared, sent = (history(server, rule, shares=shares) for shares in (True, False))
@@ -231,3 +225,58 @@ def test_the_log_says_that_memory_is_shared_and_the_variable_turns_it_off(server
     monkeypatch.setenv("PSENGINE_SEGMENTS", "off")
     with pytest.raises(EnvironmentVariableError, match=r"PSENGINE_SEGMENTS .* \(expected 0 to 1, got 'off'\)"):
         entered(server.addresses[0], 0, SPECS[:1], job="variable off")
+
+
+# ---- a segment by itself ---------------------------------------------------------------------------------------------
+
+SIZE = 8192
+
+
+@pytest.fixture
+def made():
+    return Segment.make("psengine-worker", SIZE - 100)
+
+
+def opened(segment):
+    return Segment.of_process(os.getpid(), segment.descriptor)
+
+
+def test_its_owner_alone_writes_and_nobody_changes_its_size(made):
+    theirs = opened(made)
+    made.tensor(64, 4, torch.float32).fill_(3.0)
+    assert theirs.tensor(64, 4, torch.float32).tolist() == [3.0] * 4
+    other = os.open(f"/proc/self/fd/{made.descriptor}", os.O_RDWR)
+    try:
+        with pytest.raises(PermissionError):
+            os.pwrite(other, b"x", 0)
+        for size in (0, SIZE // 2, 2 * SIZE):
+            with pytest.raises(PermissionError):
+                os.ftruncate(other, size)
+    finally:
+        os.close(other)
+
+
+def test_tensors_outlive_it(made):
+    theirs = opened(made)
+    written, read = made.tensor(64, 100, torch.float32), theirs.tensor(64, 100, torch.float32)
+    written.copy_(torch.arange(100.0))
+    del made, written
+    assert torch.equal(read, torch.arange(100.0))
+    del theirs
+    assert torch.equal(read, torch.arange(100.0))
+
+
+def test_private_memory_has_the_same_values_at_the_same_place_and_others_see_no_more():
+    made = Segment.make("psengine-worker", SIZE)
+    theirs = opened(made)
+    written, read = made.tensor(0, 2048, torch.float32), theirs.tensor(0, 2048, torch.float32)
+    written.copy_(torch.arange(2048.0))
+    address = written.data_ptr()
+    made.make_private()
+    assert written.data_ptr() == address
+    assert torch.equal(written, torch.arange(2048.0))
+    written.fill_(7.0)
+    assert torch.equal(read, torch.arange(2048.0))
+    mapped = shared_maps(os.getpid())
+    del made, written, theirs, read
+    assert shared_maps(os.getpid()) < mapped

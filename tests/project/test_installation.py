@@ -1,4 +1,4 @@
-"""The ``pip install`` commands of messages fit how a copy was installed; the other project's package is noticed."""
+"""What commands say where another project lies over this one, or the machine lacks something."""
 
 import os
 import subprocess
@@ -10,13 +10,6 @@ import psengine
 ROOT = Path(psengine.__file__).parents[1]
 
 
-def other_project(folder: Path) -> None:
-    """What the index's psengine leaves."""
-    information = folder / "psengine-2.14.0.dist-info"
-    information.mkdir(parents=True)
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: psengine\nVersion: 2.14.0\n")
-
-
 def test_the_command_says_so_where_the_other_project_has_overwritten_this_one(tmp_path):
     """Its __init__.py instead of ours; our command is there still."""
     (tmp_path / "psengine").mkdir()
@@ -24,7 +17,9 @@ def test_the_command_says_so_where_the_other_project_has_overwritten_this_one(tm
         (tmp_path / "psengine" / entry.name).symlink_to(entry)
     (tmp_path / "psengine" / "__init__.py").unlink()
     (tmp_path / "psengine" / "__init__.py").write_text('"""Another project."""\n')
-    other_project(tmp_path)
+    left = tmp_path / "psengine-2.14.0.dist-info"
+    left.mkdir()
+    (left / "METADATA").write_text("Metadata-Version: 2.1\nName: psengine\nVersion: 2.14.0\n")
     done = subprocess.run(
         [sys.executable, "-c", "from psengine.cli.main import main; main(['doctor'])"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
@@ -37,3 +32,13 @@ def test_the_command_says_so_where_the_other_project_has_overwritten_this_one(tm
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: Another project's package psengine lies over this one")
     assert "Fix: pip uninstall --yes psengine, then " in last
+
+
+def test_make_gpu_names_what_is_missing(tmp_path):
+    command = [sys.executable, ROOT / "release" / "gpu.py"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUDA_HOME": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("make gpu: this machine lacks:\n- ")
+    assert "- nvcc (in CUDA_HOME/bin, or on PATH)\n" in done.stderr
+    assert "- an NVIDIA GPU that torch sees\n" in done.stderr

@@ -53,6 +53,12 @@ def test_malformed_options_are_refused(text, message):
             "async:servers=localhost:70",
             r"\(expected tcp://host:port or .* got 'localhost:70'\). Did you mean tcp://loc",
         ),
+        ("diloco-server:quorum=0", r"'diloco-server'.quorum: \(expected int >= 1, got 0\). Fix:"),
+        ("async:staleness_scaling=log", r"\(expected one of inverse, got 'log'\). Fix:"),
+        (
+            "diloco-server:durability=disk",
+            r"\(expected one of memory\|snapshot\|log\|replica\|log\+replica, got 'disk'\). Fix:",
+        ),
         ("snyc", r"unknown strategy \(expected one of \['async', .*, got 'snyc'\)\. Did you mean sync\?"),
         ("sync:compress=pear", r"unknown codec \(expected one of \['bf16', .*, got 'pear'\)"),
         ("sync:compress=topk:ratio=2", r"expected compress=topk,ratio=2, got compress=topk:ratio=2\)"),

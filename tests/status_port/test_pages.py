@@ -30,12 +30,6 @@ def ask(url, path, method="GET", host=None):
         connection.close()
 
 
-@pytest.fixture(scope="module")
-def server():
-    with running_server() as running:
-        yield running
-
-
 def test_the_page_needs_nothing_from_elsewhere_and_runs_its_own_code_only(server):
     code, headers, page = ask(server.status_url, "/")
     assert (code, headers["Content-Type"]) == (200, "text/html; charset=utf-8")

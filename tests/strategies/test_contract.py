@@ -302,19 +302,3 @@ def test_an_unknown_strategy_of_the_environment_says_where_it_comes_from(monkeyp
         "Did you mean async?",
     ):
         psengine.DistributedDataParallel(torch.nn.Linear(2, 1))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "words"),
-    [
-        ("diloco-server:quorum=0", "'diloco-server'.quorum: (expected int >= 1, got 0). Fix:"),
-        ("async:staleness_scaling=log", "(expected one of inverse, got 'log'). Fix:"),
-        (
-            "diloco-server:durability=disk",
-            "(expected one of memory|snapshot|log|replica|log+replica, got 'disk'). Fix:",
-        ),
-    ],
-)
-def test_an_option_that_no_server_takes_is_refused_when_it_is_written(strategy, words):
-    with raises(ConfigurationError, words):
-        psengine.DistributedDataParallel(torch.nn.Linear(2, 1), strategy=strategy)

@@ -1,6 +1,7 @@
-"""A second user of the machine, played by processes that gave up root. Tests that need one are skipped without root."""
+"""Other users of the machine, played by processes that gave up root. Tests that need one are skipped without root."""
 
 import contextlib
+import ctypes
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from psengine.errors import PSEngineError
 from support.fault_workers import Reports, worker_processes
 
 OTHER_UID = 65534
+_PR_SET_DUMPABLE = 4
+_FIRST_USER = 60_000
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 
@@ -52,3 +55,15 @@ def _run(reports: Reports, function: Callable[..., Any], arguments: tuple[Any, .
     except Exception as error:
         result = (type(error).__name__, str(error))
     reports.say(str(next(numbers)), result)
+
+
+def live_on_host(number: int) -> None:
+    """From now on this process shares memory only with processes that have called this with the same number.
+
+    It becomes another user, and the kernel lets no user open another one's memory.
+    """
+    user = _FIRST_USER + number
+    os.setresuid(user, user, user)
+    # A process that changes its user hides its /proc from everybody until it says otherwise (man 2 prctl).
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")

@@ -63,14 +63,10 @@ class InstantStream(contextlib.nullcontext):
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
 
-    def wait_stream(self, stream: object) -> None:
+    def synchronize(self, other: object = None) -> None:
         """Nothing is pending."""
 
-    def wait_event(self, event: object) -> None:
-        """Nothing is pending."""
-
-    def synchronize(self) -> None:
-        """Nothing is pending."""
+    wait_stream = wait_event = synchronize
 
 
 class InstantEvent:
@@ -79,11 +75,10 @@ class InstantEvent:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def record(self, stream: object = None) -> None:
-        """Nothing is pending."""
-
     def wait(self, stream: object = None) -> None:
         """Nothing is pending."""
+
+    record = wait
 
 
 def _on_cpu(device: Any) -> Any:

@@ -2,16 +2,23 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from importlib import import_module
 
 import pytest
 import torch
 from support.server_process import running_server
 from ways_of_training.ranks import Cell, Ranks, ranks_of
-from ways_of_training.rows import ROWS
-from ways_of_training.table import COLUMNS, SYNC, oracle_of, workers_of
+from ways_of_training.table import COLUMNS, ROWS, SYNC, oracle_of, workers_of
 
 from psengine.parameter_server.server.coordinator import coordinators
 from psengine.parameter_server.server.shard import shard
+
+SUBJECTS = (
+    *("wrapping", "outputs", "layers", "buffers", "freezing", "precision", "gradients", "accumulation"),
+    *("recomputation", "skipped_batches", "optimizers", "loops", "saving", "companions"),
+)
+for subject in SUBJECTS:  # importing one enters its rows in the table
+    import_module(f"ways_of_training.{subject}")
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 

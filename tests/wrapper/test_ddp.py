@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.rpc as rpc
 from support.expectations import raises
 from support.native_twins import Net, assert_same_gradients, pair, seeded
 from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
@@ -362,3 +363,18 @@ def test_uneven_inputs_where_native_aborts(case):
     (reference(torch.ones(4, 3)).pow(2).sum() / 2).backward()
     for p, gradient in zip(reference.parameters(), second, strict=True):
         assert torch.allclose(torch.zeros_like(p) if p.grad is None else p.grad, gradient, rtol=1e-5, atol=1e-6)
+
+
+def forward_in_a_context(rank, world_size, directory):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{directory}/rpc")
+    rpc.init_rpc("worker", rank=rank, world_size=world_size, rpc_backend_options=options)
+    model = psengine.DistributedDataParallel(nn.Linear(2, 2))
+    text = "expected a forward outside of torch.distributed.autograd contexts, got one inside"
+    with dist.autograd.context(), raises(psengine.PSEngineError, text, "Fix: call the model outside of the context"):
+        model(torch.ones(1, 2))
+    rpc.shutdown()
+
+
+@pytest.mark.skipif(not rpc.is_available(), reason="this torch was built without RPC")
+def test_a_forward_whose_gradients_would_stay_in_a_context_is_refused(tmp_path):
+    run_ranks(forward_in_a_context, 1, tmp_path)
