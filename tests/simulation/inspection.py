@@ -51,6 +51,12 @@ def view_number(shard: Any, number: int) -> tuple[int, int]:
     return (0, 0) if job is None else (job.registration, 0 if job.view is None else job.view.number)
 
 
+def members(shard: Any, number: int) -> set[tuple[int, int]]:
+    """(rank, incarnation) of each member that a shard knows."""
+    job = shard.jobs.get(number)
+    return set() if job is None or job.view is None else {(one.rank, one.incarnation) for one in job.view.members}
+
+
 def is_trained(shard: Any, number: int) -> bool:
     """Whether a shard has values of the job that nobody else has."""
     return shard.jobs[number].is_trained  # type: ignore[no-any-return]

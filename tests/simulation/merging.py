@@ -34,6 +34,8 @@ class MergingJob(ApplyingJob):
         self._updates: dict[int, dict[int, Updates]] = defaultdict(dict)
         self._told: set[int] = set()  # decisions that a shard has heard of
         self._last: dict[tuple[int, int], int] = {}  # (life of a server, chunk) -> its last decision
+        # (key, process, step) that a merge names that was made while this process was out.
+        self._missed: set[tuple[int, int, int]] = set()
         self._weights: dict[tuple[int, int], float] = {}
         # By worker, the last step that it committed, and who abstained in that.
         self._committed: dict[tuple[int, int], int] = {}
@@ -113,14 +115,19 @@ class MergingJob(ApplyingJob):
 
     def _may_lack(self, key: int, update: tuple[int, int]) -> bool:
         """A restart without a log lost it, and the merge that names it was made while its worker was out."""
-        is_lost = (key, *update) in self._lost and not self.scenario.keeps_updates
-        return is_lost and any(update in updates for updates in self._decided.values())
+        return (key, *update) in self._lost & self._missed and not self.scenario.keeps_updates
 
     def applied(self, server, shard: Any, message: Message, outgoing: list[Any]) -> None:
         self._told.update(release.number for release in _releases_in(message))
         super().applied(server, shard, message, outgoing)
+        members = inspection.members(shard, self.world.number)
         for key in inspection.versions(shard, self.world.number):
-            self._last[server.epoch, key] = inspection.last_merge(shard, self.world.number, key)
+            first, last = self._last.get((server.epoch, key), 0), inspection.last_merge(shard, self.world.number, key)
+            for update in set().union(*(self._decided[one] for one in self._decided if first < one <= last)):
+                process = self.world.all_processes[update[0]]
+                if (process.rank, process.incarnation) not in members:
+                    self._missed.add((key, *update))
+            self._last[server.epoch, key] = last
 
     def server_started(self, server) -> None:
         super().server_started(server)
@@ -130,7 +137,7 @@ class MergingJob(ApplyingJob):
 
     def _begin(self, server, key: int, version: int, values: Values) -> None:
         super()._begin(server, key, version, values)
-        for known in (self._decided, self._updates, self._told):
+        for known in (self._decided, self._updates, self._told, self._missed):
             known.clear()
 
     def _take(self, server, shard: Any, key: int, version: int, values: Values, push: Message | None) -> None:
