@@ -239,6 +239,8 @@ CUTS_OF_ALL = 0.04
 STRANGERS = 0.25  # the share of seeds that have one
 NEWCOMERS = 0.15  # ... of elastic ones where one is first at a server that restarts
 LITTLE_ROOM = 0.25  # in so many jobs whose servers average
+LATE_COMMITS = 0.2  # in so many jobs whose servers merge, without followers
+ANSWERS = 0.3  # with followers, a leader dies as it answers, in so many of the jobs whose servers step or merge
 OF_DISKS = ("fsync fails", "disk full", "bits flip")
 READERS = 0.2  # in so many scenarios
 LATER_RUNS = 0.2  # in so many scenarios
@@ -274,6 +276,8 @@ def draw(seed: int) -> Scenario:
         cut = Fault("cut all", round(0.2 + 50 * chance, 3), 2 * scenario.lease_s, detail=round(20 * chance, 3))
         # Alone it ends nobody: see ``Liveness``.
         scenario = replace(scenario, faults=(*(scenario.faults if chance > CUTS_OF_ALL else ()), cut))
+    elif scenario.rule == "merge":
+        scenario = _with_late_commits(scenario)
     scenario = _with_stranger(scenario)
     is_cut_off = any(one.kind == "cut off" for one in scenario.faults)
     return _asking(_with_little_room(scenario if is_cut_off else _with_later_runs(_with_companion(scenario))))
@@ -287,6 +291,28 @@ def _with_little_room(scenario: Scenario) -> Scenario:
     if is_other or scenario.later or is_judged_alone or rng.random() > LITTLE_ROOM:
         return scenario
     return replace(scenario, room=rng.choice((1.0, 1.0, 1.5, 2.5, 4.0)))
+
+
+def _with_late_commits(scenario: Scenario) -> Scenario:
+    """What workers bring is committed after a restart has lost it, and before they bring it again."""
+    rng = random.Random(f"late commits {scenario.seed}")
+    if rng.random() > LATE_COMMITS:
+        return scenario
+    slow = Fault("slow", round(rng.uniform(0.3, 2.0), 3), round(rng.uniform(2.5, 4.0), 3), detail=0.3)
+    at_s = round(slow.at_s + rng.random() * slow.lasts_s / 2, 3)
+    return replace(
+        scenario,
+        workers=max(2, scenario.workers),
+        servers=max(2, scenario.servers),
+        quorum=1,
+        tables="",
+        lease_s=4.0,
+        snapshot_s=0.3,
+        keeps_log=False,
+        joins_s=(),
+        leaves=(),
+        faults=(slow, Fault("kill server", at_s, 0.1, server=1, detail=0.7, on="ECHOED")),
+    )
 
 
 def _asking(scenario: Scenario) -> Scenario:
@@ -390,6 +416,14 @@ def _with_followers(scenario: Scenario) -> Scenario:
         slow = _draw_follower_fault(rng, scenario)._replace(kind="slow servers", lasts_s=round(lasts_s, 3), on="")
         kind, later_s = rng.choice(("kill leader", "kill leader", "stop leader", "cut servers")), rng.random() * lasts_s
         mine += [slow, slow._replace(kind=kind, at_s=round(slow.at_s + later_s, 3))]
+    if scenario.rule in ("apply", "merge") and around.random() < ANSWERS:
+        # All that fails: the leader dies as an answer comes, while records are on a slow way. Nothing else is slow.
+        lasts_s, at_s = around.uniform(0.5, 1.2) * scenario.lease_s, round(around.uniform(0.3, 2.0), 3)
+        slow = Fault("slow servers", at_s, round(lasts_s, 3), server=around.randrange(scenario.servers))
+        at_s, detail = round(at_s + around.random() * lasts_s / 2, 3), round(around.random(), 3)
+        death = Fault("kill leader", at_s, 2 * scenario.lease_s, 0, slow.server, detail, "UPDATED")
+        others, mine = [], [slow, death]
+        scenario = replace(scenario, think_s=0.05, latency_s=(0.0005, 0.002), elector_s=0.005)
     return replace(scenario, faults=tuple(sorted([*others, *mine], key=lambda fault: fault.at_s)))
 
 
