@@ -54,7 +54,7 @@ def test_a_snapshot_an_eviction_and_the_end_of_a_job(server, admin):
         peer.make_job(torch.zeros(10))
         assert admin("snapshot", server=server) == (0, f"{server.addresses[0]}: Durable to generation 1.\n")
         code, said = admin("evict", "--job", "job", "--worker", "7", server=server)
-        assert (code, "there is no worker 7 in job 'job'" in said) == (1, True), said
+        assert (code, "job 'job' has no worker 7" in said) == (1, True), said
         code, said = admin("forget", "--job", "job", server=server)
         assert (code, "in use (expected no workers, got 1)" in said) == (1, True)
         assert admin("evict", "--job", "job", "--worker", "0", server=server)[0] == 0
@@ -69,7 +69,7 @@ def test_all_named_servers_are_told_and_one_may_not_know_the_worker(server, admi
         both = f"{server.addresses[0]},{other.addresses[0]}"
         code, said = admin("evict", "--job", "at-one", "--worker", "0", server=both)
         assert (code, said.count("\n")) == (0, 2)
-        assert "there is no worker 0" in said
+        assert "has no worker 0" in said
         code, said = admin("snapshot", server=both)
         assert (code, "keeps no snapshots (expected a --snapshot-dir)" in said) == (1, True)
 

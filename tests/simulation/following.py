@@ -32,7 +32,6 @@ class FollowingEnd:
             succession,
             self,
             server.threads,
-            draw_epoch=server.draw_epoch,
             lease_s=scenario.lease_s,
             prepare=server.prepare,
             lead=server.lead,

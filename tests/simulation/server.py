@@ -68,7 +68,8 @@ class ServerProcess:
         scenario, clock = world.scenario, world.clock
         self._rng = random.Random(f"server {scenario.seed} {host} {clock.now_s}")
         self._wrong_s = wrong_s
-        self.epoch = self.draw_epoch()
+        # By this machine's clock. Servers begin 16 us apart: incarnations count up from it.
+        self.epoch = (int(self._wall_s() * 1e6) + 16 * host) << 10 | self._rng.getrandbits(10)
         most_bytes = scenario.follower_bytes if host >= scenario.servers else None
         if scenario.room is not None:
             most_bytes = int(scenario.room * sum(spec.size_bytes for spec in world.training.job.specs))
@@ -95,10 +96,6 @@ class ServerProcess:
     def _make_threads(self) -> None:
         with shard_thread_time(self.world):
             self.threads.extend(SimulatedThread(self, shard, self.addresses) for shard in self.shards)
-
-    def draw_epoch(self) -> int:
-        """A life's number, by this machine's clock. Servers begin 16 us apart: incarnations count up from it."""
-        return (int(self._wall_s() * 1e6) + 16 * self.host) << 10 | self._rng.getrandbits(10)
 
     def _wall_s(self) -> float:
         return WALL_S + self._wrong_s + self.clock.now_s  # type: ignore[no-any-return]
@@ -131,11 +128,11 @@ class ServerProcess:
             previous = 0 if self.snapshots is None else self.snapshots.previous
             self.following = FollowingEnd(self, self.addresses, previous)
             self._make_threads()
-            self.threads[0].known = known
+        self.threads[0].known = known
+        if self.following is not None:
             self.following.look()
         else:
-            self.coordinators.restore(known, self.clock.now_s)
-            self.world.leads(self)
+            self.lead(self.epoch, self.clock.now_s)
         for thread in self.threads if self.snapshots is not None and not self.world.scenario.keeps_log else ():
             thread.snapshot = self.snapshots.wish
         self.clock.after(self.world.scenario.tick_s, self._tick)
@@ -250,7 +247,6 @@ class SimulatedThread(shard_thread.ShardThread):
             shard,
             _Endpoint(server, addresses[shard.index]),  # type: ignore[arg-type]
             addresses,
-            coordinators=server.coordinators if shard.index == 0 and pair is None else None,
             on_admin=_ignore,
             pair=pair,
         )

@@ -124,6 +124,7 @@ class Snapshots:
         if recovered.generation is not None or recovered.records:
             place_into(recovered, self.server.shards, "what is on the disk")
         self.previous = recovered.ends[0].epoch if 0 in recovered.ends else 0
+        self.server.epoch = self.store.begin_life(self.server.epoch, *(end.epoch for end in recovered.ends.values()))
         return recovered.coordinators
 
     def begin_logs(self, fails: Callable[[], None], *, is_copy: bool = False) -> None:

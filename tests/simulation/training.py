@@ -207,6 +207,7 @@ class Training:
             slot.process, slot.rest_s, slot.is_done = None, REST_S, False
         self.zombies.clear()
         self.views.begin_anew()
+        self.views.epochs.clear()
         self.job.begin_anew()
 
     def release(self) -> None:

@@ -16,6 +16,7 @@ class Views:
     Attributes:
         members: of the newest view: (incarnation, first step) by rank.
         came: by rank, the incarnation that was in a view last.
+        epochs: by server, of the newest life that led.
     """
 
     def __init__(self, world) -> None:
@@ -26,7 +27,7 @@ class Views:
         self._members_since: list[tuple[float, frozenset[int]]] = []
         self._out_s: dict[int, float] = {}  # by incarnation, when it was dropped from a view
         self._held: dict[tuple[int, int], tuple[int, int]] = {}  # (life of a server, shard) -> its view
-        self._epochs: set[int] = set()
+        self.epochs: dict[int, int] = {}
         self._processes: dict[tuple[int, int], Any] = {}  # (rank, incarnation)
         self._newest: dict[int, tuple[int, int]] = {}  # rank -> its newest process, and that one's incarnation
 
@@ -84,11 +85,11 @@ class Views:
     # ---- servers -----------------------------------------------------------------------------------------------
 
     def server_started(self, server) -> None:
-        """A life begins."""
-        for shard in server.shards:
-            epoch = shard.epoch
-            require(epoch not in self._epochs or shard.index, "epoch {} is not the first of its number", epoch)
-            self._epochs.add(epoch)
+        """A life begins; where something is kept, after those before it of its server and of that one's follower."""
+        epoch, newest = server.epoch, self.epochs.get(server.index, 0)
+        require(epoch not in self.epochs.values(), "epoch {} is not the first of its number", epoch)
+        require(epoch > newest or self._world.cluster.scenario.durability == "memory", "{} follows {}", epoch, newest)
+        self.epochs[server.index] = epoch
 
     def applied(self, server, shard: Any) -> None:
         """A shard has taken a message."""

@@ -23,6 +23,8 @@ from simulation.violation import Violation, require
 
 # Once nothing fails any more, everything has to end within this time, and no operation may run into its deadline.
 LIVENESS_S = 90.0
+# By how much a server's clock may have been set back when the server starts again.
+SET_BACK_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -149,10 +151,17 @@ class Simulation:
         scenario = self.scenario
         addresses = [f"tcp://10.0.0.{host}:{shard}" for shard in range(scenario.shards)]
         wrong_s = self._wrong_s[host % scenario.servers] + scenario.apart_s * (host >= scenario.servers)
+        if self.clock.now_s and (scenario.durability != "memory" or not self._leads_a_job(host)):
+            wrong_s -= random.Random(f"clock {scenario.seed} {host} {self.clock.now_s}").choice((0.0, 0.0, SET_BACK_S))
         server = ServerProcess(self, host, addresses, wrong_s)
         if scenario.snapshot_s is not None:
             server.snapshots = Snapshots(server, self.disks[host], self, scenario.snapshot_s, self._rng)
         return server
+
+    def _leads_a_job(self, host: int) -> bool:
+        """Whether a run of some job names this server first; without a disk only its clock orders what it gives."""
+        jobs = [training.scenario for training in self.trainings]
+        return any(run.servers[0] == host for job in jobs for run in (job.run, *job.later))
 
     def _begin(self, host: int) -> None:
         """A server starts from its disk; where that is damaged, the operator gives it an empty one."""

@@ -73,11 +73,7 @@ from psengine.version import __version__
 logger = logging.getLogger(__name__)
 
 EXIT_SNAPSHOT, EXIT_INTERNAL = 4, 5
-_EXIT_CODES: dict[type[Exception], int] = {
-    ConfigurationError: 2,
-    BindError: 3,
-    SnapshotError: EXIT_SNAPSHOT,
-}
+_EXIT_CODES: dict[type[Exception], int] = {ConfigurationError: 2, BindError: 3, SnapshotError: EXIT_SNAPSHOT}
 
 LOOP_S = 0.1
 MAX_ORDERS_AT_ONCE = 4
@@ -136,7 +132,8 @@ class Server:
         self._begin_life()
 
     def _begin_life(self) -> None:
-        self.epoch = draw_epoch()
+        # Microseconds since 1970, and then chance: what keeps nothing has no other order of its lives.
+        self.epoch = (time.time_ns() // 1000) << 10 | secrets.randbits(10)
         self._shards = ShardGroup(self.settings)
         self._durability: Durability | None = None
         self._replication: Replication | None = None
@@ -191,8 +188,8 @@ class Server:
         durability, durable, known, previous = None, "not durable, no --snapshot-dir", {}, 0
         if settings.snapshot_dir is not None:
             durability = Durability(settings, stack, self._events.note)
-            durable = durability.restore(shards)
-            known, previous = durability.known, durability.previous
+            durable = durability.restore(shards, self.epoch)
+            self.epoch, known, previous = durability.epoch, durability.known, durability.previous
         self._shards.open(self._bound)
         self._bound = [endpoint.address for endpoint in self._shards.endpoints]
         self.addresses = self._shards.addresses(socket.gethostname())
@@ -301,7 +298,6 @@ class Server:
             ),
             replication,
             self._shards.threads,
-            draw_epoch=draw_epoch,
             lease_s=settings.lease_s,
             prepare=partial(self._prepare, durability),
             lead=self._lead,
@@ -473,9 +469,7 @@ class Server:
 
     def _evict(self, job: str, worker: int) -> str:
         if not any(self._shards.ask(lambda thread: thread.evict(job, worker))):
-            text = (
-                f"there is no worker {worker} in job {job!r}, or another server leads it (the first of the job's list)"
-            )
+            text = f"job {job!r} has no worker {worker}, or another server leads it (the first of the job's list)"
             raise ProtocolError(text, ErrorCode.UNKNOWN_JOB)
         return f"Worker {worker} is out. If its process lives, it says HELLO again and comes back."
 
@@ -535,11 +529,6 @@ class Server:
         self._shards.end()
         if self._durability is not None:
             self._durability.end_logs()
-
-
-def draw_epoch() -> int:
-    """Epochs of servers grow, whatever they remember: microseconds since 1970, and then chance."""
-    return (time.time_ns() // 1000) << 10 | secrets.randbits(10)
 
 
 def log_start(line: str) -> None:

@@ -67,7 +67,7 @@ class Server:
         self.restored = []  # of coordinators
         self.coordinators = SimpleNamespace(to_meta=lambda: {"jobs": len(self.restored)})
         try:
-            self.line = self.durability.restore(self.world.shards)
+            self.line = self.durability.restore(self.world.shards, epoch)
             self.restored += [self.durability.known] if self.durability.known else []
             self.threads = [Thread(shard, None if shard.index else self.coordinators) for shard in self.world.shards]
             self.durability.begin(self.threads, epoch, is_copy=is_copy)
@@ -143,8 +143,8 @@ def test_all_who_ask_while_a_snapshot_is_written_share_the_next_one(tmp_path, mo
         assert may_end.wait(DEADLINE_S)
         rename(source, target, **options)
 
-    monkeypatch.setattr(os, "rename", slow)
     with server(tmp_path / "s") as one:
+        monkeypatch.setattr(os, "rename", slow)
         worker = with_job(one)
         first = one.durability.snapshot()
         assert begun.wait(DEADLINE_S)
@@ -204,6 +204,17 @@ def test_a_copy_of_a_running_server_is_one_to_start_from_and_is_shown(tmp_path):
         assert one.version == 6
 
 
+@pytest.mark.parametrize("keeps_log", [False, True])
+def test_a_life_comes_after_those_before_whatever_the_clock_shows(tmp_path, keeps_log):
+    epochs = []
+    for clock in (1 << 60, 1 << 50, 5):
+        with server(tmp_path, keeps_log=keeps_log, epoch=clock) as one:
+            epochs.append(one.durability.epoch)
+    assert epochs[0] == 1 << 60
+    assert epochs == sorted(set(epochs))
+    assert [one.name for one in tmp_path.glob("life-*")] == [f"life-{epochs[-1]}"]
+
+
 @pytest.mark.parametrize("is_copy", [True, False])
 def test_a_directory_that_takes_a_copy_or_starts_without_its_log_keeps_nothing_from_before(tmp_path, is_copy):
     with server(tmp_path / "s", keeps_log=True) as one:
@@ -212,8 +223,8 @@ def test_a_directory_that_takes_a_copy_or_starts_without_its_log_keeps_nothing_f
     if not is_copy:
         (tmp_path / "s" / "start-without-log").touch()
     with server(tmp_path / "s", keeps_log=True, is_copy=is_copy, epoch=8):
-        there = sorted(path.name for path in (tmp_path / "s").iterdir())
-        assert there == ["generation-000000000003", "lock", "log-000-000000000003"]
+        there = sorted(path.name for path in (tmp_path / "s").glob("*-0*"))
+        assert there == ["generation-000000000003", "log-000-000000000003"]
 
 
 def test_a_death_before_a_copys_first_generation_leaves_what_was_there(tmp_path, monkeypatch):
@@ -360,7 +371,7 @@ def test_a_directory_of_another_kind_and_an_unreadable_one_are_refused_plainly(t
         list(back_up(unreadable, there))
     with pytest.raises(SnapshotError, match="log-000-000000000001: Is a directory"):
         CliRunner().invoke(build_app(_serve), ["inspect", str(unreadable)], catch_exceptions=False)
-    with pytest.raises(SnapshotError, match="log-000-000000000001 cannot be read: Is a directory"):
+    with pytest.raises(SnapshotError, match="log-000-000000000001 cannot be used: Is a directory"):
         Server(unreadable, keeps_log=True)
 
 

@@ -48,6 +48,13 @@ plant("a run goes on unasked from what another has trained", Coordinator, "_turn
 plant("a coordinator that resumes begins with whoever is back", Coordinator, "_expect", constant(None))
 
 
+@plant("a life whose clock was set back is never believed", Coordinator, "_hear_life")
+def _believe_higher_lives(hear, self, worker, message):
+    known = dict(enumerate(self.epochs))
+    if message.body["epoch"] >= known.get(message.body["shard"], 0):
+        hear(self, worker, message)
+
+
 @plant("another process is taken for the one that has the rank", Coordinator, "_hello")
 def _take_over(hear, self, message, sender):
     holder = self.workers.by_rank.get(message.body.get("rank"))

@@ -119,6 +119,9 @@ def _delete_needed(prune, self, places, room_bytes):
         prune(self, later, room_bytes)
 
 
+plant("a life's number is by the clock alone", Generations, "begin_life", lambda begin, self, drawn, *known: drawn)
+
+
 @plant("a torn record is taken for damage", LogReader, "_check_rest")
 def _take_for_damage(check_rest, self, file):
     raise self._damage("its last record is torn")

@@ -9,6 +9,7 @@ import msgspec
 
 from psengine.parameter_server.client.known_server import KnownServer
 from psengine.parameter_server.server.log.records import RecordKind
+from psengine.parameter_server.server.replication import succession
 from psengine.parameter_server.server.replication.election import ElectorError, Replace
 from psengine.parameter_server.server.replication.following import Following
 from psengine.parameter_server.server.replication.stream import Stream
@@ -124,6 +125,8 @@ def _stay(learn, self, recorded):
     learn(self, recorded)
     self.role = role if role is Role.LEADING else self.role
 
+
+plant("a leader's next life is by its clock alone", succession, "later_epoch", lambda later, drawn, *former: drawn)
 
 # ---- whom clients believe --------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -72,7 +72,7 @@ class Durability(threading.Thread):
 
     Attributes:
         logs: of the shards; none where the server writes none.
-        known, previous: see ``restore``.
+        epoch, known, previous: see ``restore``.
         was_paired: the log was written by a server of a pair.
 
     Raises:
@@ -83,7 +83,7 @@ class Durability(threading.Thread):
         super().__init__(name="psengine-snapshots", daemon=True)
         self.logs: list[LogThreads] = []
         self.known: dict[str, Any] = {}
-        self.previous = 0
+        self.epoch = self.previous = 0
         assert settings.snapshot_dir is not None, "a tier that keeps something has a directory"
         self._disk = DirectoryDisk(settings.snapshot_dir)
         self._store = Generations(self._disk, keeps_history=settings.keep_history)
@@ -117,18 +117,24 @@ class Durability(threading.Thread):
 
     # ---- start -------------------------------------------------------------------------------------------------
 
-    def restore(self, shards: Sequence[Shard]) -> str:
+    def restore(self, shards: Sequence[Shard], drawn: int) -> str:
         """Restore what is durable, before the first message; how durable the server is, for people.
 
-        What coordinators knew is ``known`` then, and the epoch of the life whose log this is ``previous``.
+        What coordinators knew is ``known`` then, the epoch of the life whose log this is ``previous``, and that of this
+        life ``epoch``.
+
+        Args:
+            shards: empty.
+            drawn: an epoch by the clock.
 
         Raises:
             SnapshotError: there is something, and it cannot be taken over.
         """
         try:
             self._recovered = recovered = recover(self._store)
+            self.epoch = self._store.begin_life(drawn, *(end.epoch for end in recovered.ends.values()))
         except OSError as error:
-            raise SnapshotError(f"{error.filename} cannot be read: {error.strerror}") from error
+            raise SnapshotError(f"{error.filename or self._disk} cannot be used: {error.strerror}") from error
         if recovered.notes:
             self._note("snapshot_failed", f"left out: {'; '.join(recovered.notes)}")
         summary = f"durable to {self._disk}, {recovered.describe()}"
@@ -153,11 +159,11 @@ class Durability(threading.Thread):
         recovered, self._recovered, self._threads = self._recovered, Recovered(), threads
         deadline_s = CAPTURE_DEADLINE_S if is_copy else START_S
         if is_copy and self._keeps_log:  # who dies before the first generation does not go from the older to this log
-            self._mark(WITHOUT_LOG)
+            self._store.mark(WITHOUT_LOG)
         if not (self._is_paired and self._keeps_log):
             self._disk.delete(PAIRED)
         elif not self.was_paired:
-            self._mark(PAIRED)
+            self._store.mark(PAIRED)
         for thread in threads if self._keeps_log else ():
             last = recovered.ends.get(thread.shard.index, BEGINNING)
             # A gap: nobody goes from what another server had told to what this one had held.
@@ -176,10 +182,6 @@ class Durability(threading.Thread):
             # on from a generation of its own.
             self._write_first(deadline_s)
         self.start()
-
-    def _mark(self, name: str) -> None:
-        with closing(self._disk.create(name)) as file:
-            file.commit()
 
     def _write_first(self, deadline_s: float) -> None:
         try:

@@ -40,6 +40,18 @@ class Place(NamedTuple):
     epoch: int  # of the life that wrote the segment
 
 
+# Between the epochs of a server's lives, at least: each gives numbers of its own from its epoch on. A clock takes about
+# a second for so many, and 2^32 lives whose clock was set back reach half of the field.
+EPOCHS_APART = 1 << 30
+
+
+def later_epoch(drawn: int, *former: int) -> int:
+    """A life's epoch: ``drawn`` by the clock; where that shows too little to come after ``former``, one above those."""
+    least = max(former, default=0) + EPOCHS_APART
+    # What is added keeps lives apart that come after the same one.
+    return drawn if drawn >= least else least + drawn % EPOCHS_APART
+
+
 # Before the first life.
 BEGINNING = Place(segment=0, number=0, epoch=0)
 

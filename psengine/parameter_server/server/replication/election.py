@@ -15,10 +15,6 @@ class ElectorError(Exception):
     """The elector did not answer, or not clearly. What it was asked may have been done, and may still be done later."""
 
 
-# Between the epochs of two lives, at least: each gives numbers of its own from its epoch on.
-EPOCHS_APART = 1 << 20
-
-
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One life of a server: what it holds began with this epoch, as a copy or from its disk.
 

@@ -19,7 +19,8 @@ from functools import partial
 from typing import Any
 
 from psengine.errors import ProtocolError
-from psengine.parameter_server.server.replication.election import EPOCHS_APART, Member
+from psengine.parameter_server.server.log.log import later_epoch
+from psengine.parameter_server.server.replication.election import Member
 from psengine.parameter_server.server.replication.following import Following
 from psengine.parameter_server.server.replication.succession import Role, Succession
 from psengine.protocol.messages import ErrorCode
@@ -34,7 +35,6 @@ class Pair:
     Args:
         succession: decides.
         threads: of the shards; all are there at the first ``tick``.
-        draw_epoch: an epoch from the clock.
         transport: to a leader.
         lease_s: silence that ends a connection between leader and follower.
         prepare: called again and again until it is true, once a copy is complete and before the shards lead: what is
@@ -56,7 +56,6 @@ class Pair:
         transport: Any,
         threads: Sequence[Any],
         *,
-        draw_epoch: Callable[[], int],
         lease_s: float,
         prepare: Callable[[int, bool], bool],
         lead: Callable[[int, float], None],
@@ -66,7 +65,7 @@ class Pair:
         self.succession = succession
         self.is_leading = False
         self._threads = threads
-        self._transport, self._draw_epoch, self._lease_s = transport, draw_epoch, lease_s
+        self._transport, self._lease_s = transport, lease_s
         self._prepare, self._lead, self._begin_anew, self._note = prepare, lead, begin_anew, note
         # As follower.
         self._following: Following | None = None
@@ -177,7 +176,7 @@ class Pair:
         own = self.succession.own
         if leader == own.epoch:
             raise ProtocolError("it is this server itself. Fix: --follow names the other one")
-        copy = Member(max(self._draw_epoch(), leader + EPOCHS_APART), own.addresses)
+        copy = Member(later_epoch(own.epoch, own.epoch, leader), own.addresses)
         if not self.succession.begin_copy(copy, term):
             return None
         if self.has_copy:

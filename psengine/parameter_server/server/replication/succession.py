@@ -36,8 +36,8 @@ from enum import Enum
 
 import msgspec
 
+from psengine.parameter_server.server.log.log import later_epoch
 from psengine.parameter_server.server.replication.election import (
-    EPOCHS_APART,
     Answer,
     AskToEnd,
     ElectorError,
@@ -253,8 +253,8 @@ class Succession:
             is_silent = now_s >= self._heard_s + self._lease_s
             return AskToEnd(recorded) if is_silent and recorded is not None else None
         if recorded is not None and not self._is_copy:  # the former leader's epoch may be by a clock that is ahead
-            least = max(one.epoch for one in recorded.members) + EPOCHS_APART
-            self.own = msgspec.structs.replace(self.own, epoch=max(self.own.epoch, least))
+            former = [one.epoch for one in recorded.members]
+            self.own = msgspec.structs.replace(self.own, epoch=later_epoch(self.own.epoch, *former))
         new = Leadership(max(term, self.term) + 1, (self.own,), number + 1)
         return Replace(recorded, new, takes_over=True)
 

@@ -3,6 +3,7 @@
 generation-000000000012     see ``files.py``
 rows-000000000009           rows of tables, written before the generation; kept as long as one that is kept needs them
 log-000-000000000003        see ``log/``; kept as long as a generation that is kept goes on in it, or before it
+life-1786705423741944077    empty; the epoch of the newest life, which the next one's exceeds
 unfinished-...              either of them, being written and fsynced; the rename is the commit point
 lock                        of a directory: flock of the live server; its process id
 """
@@ -15,7 +16,7 @@ from contextlib import closing, suppress
 
 from psengine.errors import SnapshotError
 from psengine.parameter_server.server.log.disk import FULL_ERRORS, UNFINISHED, Disk
-from psengine.parameter_server.server.log.log import Place, segment_name, segments
+from psengine.parameter_server.server.log.log import Place, later_epoch, segment_name, segments
 from psengine.parameter_server.server.snapshots.files import (
     ServerState,
     generation_name,
@@ -35,6 +36,7 @@ LOW_BYTES = 1 << 30
 _TENSOR_BYTES = 4096
 _NAME = re.compile(r"generation-(\d{12})")
 _ROWS_NAME = re.compile(r"rows-(\d{12})")
+_LIFE_NAME = re.compile(r"life-(\d+)")
 
 
 class Generations:
@@ -61,10 +63,10 @@ class Generations:
         self._written: set[int] = set()  # of this life
 
     def begin(self) -> None:
-        """Take the disk, go on with its numbers, remove what killed writers left, see that it is writable.
+        """Take the disk, go on with its numbers, remove what killed writers left.
 
         Raises:
-            OSError: nothing can be written.
+            OSError: it cannot be had.
             SnapshotError: another live server has it.
         """
         self.disk.lock()
@@ -72,8 +74,28 @@ class Generations:
         for name in self.disk.list():
             if name.startswith(UNFINISHED):
                 self.disk.delete(name)
-        # An old file can be opened where nothing new can be created.
-        self.disk.create("nothing").close()
+
+    def begin_life(self, drawn: int, *known: int) -> int:
+        """The epoch of a life that begins here, durable; above ``known`` and all before it, whatever the clock shows.
+
+        Args:
+            drawn: an epoch by the clock.
+            known: of lives that something else tells of.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        former = self._numbers(_LIFE_NAME)
+        epoch = later_epoch(drawn, *former, *known)
+        self.mark(f"life-{epoch}")
+        for number in former:
+            self.disk.delete(f"life-{number}")
+        return epoch
+
+    def mark(self, name: str) -> None:
+        """Make an empty file, durable when this returns."""
+        with closing(self.disk.create(name)) as file:
+            file.commit()
 
     # ---- what is there ---------------------------------------------------------------------------------------------
 

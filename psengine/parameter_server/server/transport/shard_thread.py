@@ -215,8 +215,7 @@ class ShardThread(threading.Thread):
         self.on_kept: Callable[[], object] = lambda: None
         self.stream: Stream | None = None
         if pair is not None:
-            tell = partial(pair.tell, shard.index)
-            self.stream = Stream(self._send_record, tell, shard.settings.lease_s)
+            self.stream = Stream(self._send_record, partial(pair.tell, shard.index), shard.settings.lease_s)
             self.answers.sinks.append(self.stream)
         self.last_tick_s = self._now_s = time.monotonic()
         self.snapshot: Callable[[], Future[int]] | None = None
