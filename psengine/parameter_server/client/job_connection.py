@@ -360,14 +360,18 @@ class JobConnection(JobClient):
     # ---- shards; the I/O thread --------------------------------------------------------------------------------
 
     def resumed(self, link: Link, former_epoch: int, now_s: float) -> None:
-        """A shard has answered RESUME; ``former_epoch`` is that of its life before."""
+        """A shard has answered RESUME: send what waits; ``former_epoch`` is that of its life before."""
         if self.view is None:
+            link.greeted(now_s)
             return
         specs, got = self.chunks.at(link.index), link.resumed["chunks"]
         # Who has just come learns from the view alone how many chunks are to be here.
         in_view = 0 if self.options.averages else sum(self.view.chunks[link.index : link.index + 1])
         expected = max(len(specs), in_view)
         link.has_chunks = got >= expected
+        # Sends the requests: once it is known whether the chunks are there, for a shard may lose them within one life
+        # (to another registration of the job), and before any push, which CONFIGURE has to precede.
+        link.greeted(now_s)
         differs, first = "", self.view.shards[: len(self.options.addresses)]
         if link.index < len(first) and link.epoch in first and self.is_lost(link):  # no new life, but another server
             differs = other_servers(self.options.job, self.view)

@@ -48,7 +48,7 @@ class Link(Channel):
         index: of the shard among all of the job; 0 is the lead's first.
         epoch: which life of the shard this is; 0 none yet.
         may_push: see the module's text; ``JobConnection`` keeps it.
-        has_chunks: the shard has all of the job's that are there.
+        has_chunks: the shard has all of the job's that are there; in a view each RESUMED decides it anew.
         resumed: the body of the last RESUMED.
         versions: key -> version of the values that came last.
         sent: key -> the chunk's push that was sent and is not answered yet.
@@ -91,11 +91,9 @@ class Link(Channel):
     def _receive_resumed(self, message: Message, now_s: float) -> None:
         if message.sequence != self._greeting:
             return  # another greeting has followed
-        former, self.epoch = self.epoch, message.epoch
+        former, self.epoch, self.resumed = self.epoch, message.epoch, message.body
         self._patience_leases = self._patience_leases if former == self.epoch else 1
-        self.resumed, self.has_chunks = message.body, self.has_chunks and former == self.epoch
         self.requeue([self.sent[key] for key in message.body.get("missing", ()) if key in self.sent])
-        self.greeted(now_s)
         self.job.resumed(self, former, now_s)
 
     # ---- sending -----------------------------------------------------------------------------------------------

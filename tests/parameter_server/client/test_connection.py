@@ -11,7 +11,7 @@ import pytest
 import torch
 import zmq
 from support.scripted_peer import SPECS, Peer, T
-from support.shard_world import APPLY
+from support.shard_world import APPLY, AVERAGE
 from support.waiting import eventually
 
 from psengine.errors import (
@@ -109,6 +109,19 @@ def test_what_is_refused_names_the_push_and_wakes_who_waits_for_something_slower
             wait_all([push(session, 0)[0], push(session, 1)[0]])
         assert caught.value.code == "unknown_key"
         assert time.monotonic() < begun + 20
+
+
+def test_a_store_waits_until_a_shard_that_lost_its_chunks_within_one_life_has_them_again():
+    def store(peer, route, message):
+        if peer.seen[T.REGISTER] == len(SPECS):
+            return peer.reply(message, T.OK)
+        code = "not_member" if peer.seen[T.RESUME] == greetings else "unknown_key"
+        return peer.reply(message, T.ERROR, body={"code": code, "text": "another registration took their place"})
+
+    with connected(rule=AVERAGE) as (peer, session):
+        greetings, before, peer.script[T.STORE] = peer.seen[T.RESUME], peer.resumed(), store
+        peer.resumed = lambda: {**before, "chunks": peer.seen[T.REGISTER]}
+        session.store(0, torch.ones(SPECS[0].numel)).wait()
 
 
 def test_no_answer_until_the_deadline_names_everything():
