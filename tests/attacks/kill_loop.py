@@ -257,10 +257,6 @@ def paused(worker: Worker) -> list[Any]:
     return [value for said, value, _ in worker.heard if said == "paused"]
 
 
-def _has_generation(server: ServerProcess, least: int) -> bool:
-    return (server.status()["snapshot"]["generation"] or 0) >= least
-
-
 class AsyncTrial:
     """Servers, and workers that push.
 
@@ -286,19 +282,18 @@ class AsyncTrial:
         self._of_the_dead = [0] * workers
         self._lost = [0] * workers
         self._await_generation()
+        self.await_steps()  # which no snapshot has, unless it is one of an interval
 
     def _start(self, rank: int, workers: int = WORKERS) -> Worker:
         program = average_for_ever if self._rule is AVERAGE else push_for_ever
         return self._members.start(program, self._servers.addresses, self._rule, workers, rank=rank)
 
     def _await_generation(self) -> None:
-        """Until a snapshot that began after now is durable at each server."""
-        for server in self._servers.running:
-            if (snapshot := server.status()["snapshot"]) is None:
-                continue
-            before = snapshot["generation"] or 0
-            is_durable = functools.partial(_has_generation, server, before + 2)
-            eventually(is_durable, "a snapshot", timeout_s=PATIENCE_S)
+        """Ask each server that keeps any for a snapshot, until one that began after now is durable."""
+        if self._servers.running[0].status()["snapshot"] is not None:
+            with WorkerSession(SessionOptions(addresses=self._servers.addresses, job="job")) as reader:
+                ask = functools.partial(reader.administer, {"action": "snapshot"})
+                eventually(lambda: all("Durable" in one["text"] for one in ask()), "a snapshot", timeout_s=PATIENCE_S)
 
     def _pause(self) -> list[tuple[int, int]]:
         before = [len(paused(worker)) for worker in self._workers]
@@ -398,9 +393,11 @@ class AsyncTrial:
         self.account(self._counted())
 
 
-def servers_of(directory: Path, tier: str, count: int = SERVERS) -> Callable[[ExitStack], Servers]:
+def servers_of(
+    directory: Path, tier: str, count: int = SERVERS, snapshot_interval_s: float = 0.15
+) -> Callable[[ExitStack], Servers]:
     """Servers that keep what ``tier`` says in ``directory``."""
-    kept = {"snapshot_interval_s": 0.15, "durability": tier}
+    kept = {"snapshot_interval_s": snapshot_interval_s, "durability": tier}
     return lambda context: Servers(context, lambda number: kept | {"snapshot_dir": directory / f"kept-{number}"}, count)
 
 
@@ -411,11 +408,12 @@ def run_async(
     tier: str = "snapshot",
     most_s: float = float("inf"),
     max_staleness: int | None = None,
+    **kept: float,
 ) -> Counters:
     """``tries`` kills of servers, whose durability is ``tier``, and workers under "async"; fewer in ``most_s``."""
     chooser = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="psengine-kill-") as directory, ExitStack() as context:
-        servers = servers_of(Path(directory), tier)(context)
+        servers = servers_of(Path(directory), tier, **kept)(context)
         trial = AsyncTrial(context, servers, chooser, rule=APPLY | {"max_staleness": max_staleness})
         for _ in until(most_s, range(tries)):
             if chooser.random() < worker_share:
