@@ -279,7 +279,9 @@ def test_contract_on_several_hosts(layout):
     assert all(result == results[0] for result in results), "ranks have different bits"
 
 
-def without_memory(rank: int, world_size: int) -> None:
+@needs_shared_memory
+@in_ranks(2)
+def test_common_memory_is_had_by_all_ranks_or_none(rank: int, world_size: int) -> None:
     """The fault: one rank cannot map what rank 0 made. All raise, and can go on."""
     collective = collective_for(default_group(), "shared_memory")
     collective.connect()
@@ -290,11 +292,6 @@ def without_memory(rank: int, world_size: int) -> None:
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert len(collective.common_memory(8)) >= 8
-
-
-@needs_shared_memory
-def test_common_memory_is_had_by_all_ranks_or_none():
-    run_ranks(without_memory, 2)
 
 
 @pytest.mark.parametrize(("name", "world_size"), contract_cases())
@@ -322,7 +319,9 @@ def test_everybody_asks_one_collective(rank, world_size):
     assert model._collective is collective_for(group)
 
 
-def destroy_and_make_again(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
+@in_ranks(2)
+def test_a_destroyed_group_takes_its_collective_along(rank: int, world_size: int, name: str) -> None:
     group = dist.new_group()
     first = collective_for(group, name)
     first.all_reduce(torch.ones(3)).wait()
@@ -339,12 +338,9 @@ def destroy_and_make_again(rank: int, world_size: int, name: str) -> None:
     assert [part.item() for part in second.gather(torch.tensor(rank))] == list(range(world_size))
 
 
-@pytest.mark.parametrize("name", ["c10d", SHARED_MEMORY])
-def test_a_destroyed_group_takes_its_collective_along(name):
-    run_ranks(destroy_and_make_again, 2, name)
-
-
-def fail_and_ask_again(rank: int, world_size: int) -> None:
+@needs_shared_memory
+@in_ranks(2)
+def test_a_collective_that_failed_on_one_rank_is_replaced_on_all(rank: int, world_size: int) -> None:
     """Only rank 1 waits, and fails; rank 0 learns of it when it asks for the collective."""
     failed = collective_for(default_group(), "shared_memory")
     failed.connect()
@@ -357,11 +353,6 @@ def fail_and_ask_again(rank: int, world_size: int) -> None:
     assert again is not failed
     assert not again.has_ended
     assert [part.item() for part in again.gather(torch.tensor(rank))] == list(range(world_size))
-
-
-@needs_shared_memory
-def test_a_collective_that_failed_on_one_rank_is_replaced_on_all():
-    run_ranks(fail_and_ask_again, 2)
 
 
 def train_large_layers(rank: int, world_size: int) -> int:

@@ -20,7 +20,7 @@ from oracles.ring_order import add_in_ring_order
 from support.expectations import raises
 from support.marks import slow
 from support.native_extension import needs_shared_memory
-from support.processes import run_ranks, run_ranks_to_any_end
+from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 
 from psengine.collectives.base import Collective
 from psengine.collectives.own_group import form_collective
@@ -141,17 +141,21 @@ def test_a_rank_is_killed_at_any_moment(tmp_path, shares_memory, seeds):
         assert results[0].value == results[2].value
 
 
-def stop_rank_1(rank: int, world_size: int, folder: Path, shares_memory: bool) -> None:
+@pytest.mark.parametrize("shares_memory", WAYS)
+@in_ranks(3, init_group=False)
+def test_an_expelled_rank_that_goes_on_changes_nothing(
+    rank: int, world_size: int, tmp_path: Path, shares_memory: bool
+) -> None:
     """It is stopped in the middle of a sum, expelled, and goes on when the others use other memory."""
-    memory = Memory(form(folder, "first", range(world_size), rank, shares_memory=shares_memory))
+    memory = Memory(form(tmp_path, "first", range(world_size), rank, shares_memory=shares_memory))
     memory.compute(1)
     memory.add_up(1)
     memory.compute(2)
     works = memory.begin(2)
     works = itertools.chain([next(works)], works)
-    stopped = folder / "stopped"
+    stopped = tmp_path / "stopped"
     if rank == 1:
-        (folder / "process").write_text(str(os.getpid()))
+        (tmp_path / "process").write_text(str(os.getpid()))
         stopped.touch()
         os.kill(os.getpid(), signal.SIGSTOP)
     while not stopped.exists():
@@ -170,24 +174,19 @@ def stop_rank_1(rank: int, world_size: int, folder: Path, shares_memory: bool) -
     assert time.monotonic() < until_s + SOON_S
     memory.collective.abandon()
     former = memory
-    memory = Memory(form(folder, "second", [0, 2], rank, shares_memory=shares_memory))
+    memory = Memory(form(tmp_path, "second", [0, 2], rank, shares_memory=shares_memory))
     memory.compute(2, former)
     began_s = time.monotonic()
     del former, works, work
     gc.collect()
     assert time.monotonic() < began_s + SOON_S, "dropping a group waits for its works"
     if rank == 0:
-        os.kill(int((folder / "process").read_text()), signal.SIGCONT)
+        os.kill(int((tmp_path / "process").read_text()), signal.SIGCONT)
     for step in range(2, 20):
         memory.compute(step)
         memory.add_up(step)
         time.sleep(0.02)
     memory.collective.barrier().wait()
-
-
-@pytest.mark.parametrize("shares_memory", WAYS)
-def test_an_expelled_rank_that_goes_on_changes_nothing(tmp_path, shares_memory):
-    run_ranks(stop_rank_1, 3, tmp_path, shares_memory, init_group=False)
 
 
 def leave_within_a_message(rank: int, world_size: int, folder: Path) -> None:
@@ -245,22 +244,21 @@ def test_a_group_takes_its_files_and_threads_along(tmp_path, shares_memory):
         assert found[-1] == found[1], found
 
 
-def meet_in_vain(rank: int, world_size: int, folder: Path, shares_memory: bool) -> None:
+@pytest.mark.parametrize("shares_memory", WAYS)
+@in_ranks(3, init_group=False)
+def test_a_meeting_to_which_somebody_does_not_come_is_left(
+    rank: int, world_size: int, tmp_path: Path, shares_memory: bool
+) -> None:
     """Rank 1 does not come; the others are told so, and meet without it."""
     if rank == 1:
         return
-    store = dist.FileStore(str(folder / "first"), world_size)
+    store = dist.FileStore(str(tmp_path / "first"), world_size)
     is_told_s = time.monotonic() + 0.5
     interrupted = lambda: time.monotonic() > is_told_s  # noqa: E731
     made = form_collective(store, "first", rank, world_size, 30.0, interrupted, shares_memory=shares_memory)
     assert time.monotonic() < is_told_s + SOON_S
     assert made is None
-    memory = Memory(form(folder, "second", [0, 2], rank, shares_memory=shares_memory))
+    memory = Memory(form(tmp_path, "second", [0, 2], rank, shares_memory=shares_memory))
     memory.compute(1)
     memory.add_up(1)
     memory.collective.barrier().wait()
-
-
-@pytest.mark.parametrize("shares_memory", WAYS)
-def test_a_meeting_to_which_somebody_does_not_come_is_left(tmp_path, shares_memory):
-    run_ranks(meet_in_vain, 3, tmp_path, shares_memory, init_group=False)

@@ -207,7 +207,8 @@ def test_a_forked_child_is_told_and_does_no_harm(rank, world_size):
     assert (flat == sum(range(1, world_size + 1))).all()
 
 
-def interrupt(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_ctrl_c_ends_a_wait(rank: int, world_size: int) -> None:
     collective = connect()
     flat = torch.ones(3)
     if rank == 1:
@@ -223,11 +224,8 @@ def interrupt(rank: int, world_size: int) -> None:
     assert (flat == 2).all()
 
 
-def test_ctrl_c_ends_a_wait():
-    run_ranks(interrupt, 2)
-
-
-def wait_through_signals(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_signals_disturb_no_wait(rank: int, world_size: int) -> None:
     """Signals at a high rate, as a sampling profiler sends them, whose handler uses the collective's lock itself."""
     collective = connect()
     if rank == 1:
@@ -249,11 +247,8 @@ def wait_through_signals(rank: int, world_size: int) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def test_signals_disturb_no_wait():
-    run_ranks(wait_through_signals, 2)
-
-
-def use_from_threads(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_threads_of_one_rank(rank: int, world_size: int) -> None:
     """While one thread waits, another allocates and frees, and two more wait for one another's operations."""
     collective = connect()
     is_over = threading.Event()
@@ -277,10 +272,6 @@ def use_from_threads(rank: int, world_size: int) -> None:
     churning.join()
     assert not any(thread.is_alive() for thread in waiting)
     assert all((flat == 2).all() for flat in flats)
-
-
-def test_threads_of_one_rank():
-    run_ranks(use_from_threads, 2)
 
 
 # ---- many, large, late -----------------------------------------------------------------------------------------------

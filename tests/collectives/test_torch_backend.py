@@ -18,7 +18,7 @@ import torch.distributed._functional_collectives as functional
 from support.interpreters import running_program
 from support.marks import slow
 from support.native_extension import needs_shared_memory
-from support.processes import free_port, run_ranks, run_ranks_to_any_end
+from support.processes import free_port, in_ranks, run_ranks, run_ranks_to_any_end
 from support.tensors import SUMMED, addend
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Native
@@ -166,7 +166,8 @@ def operations_of_our_own(rank: int, world_size: int) -> list[str]:
     return called
 
 
-def begin_and_wait_in_any_order(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_async_operations_do_not_block_and_complete_in_any_order_of_waits(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="psengine")
     if rank == 1:
         dist.barrier()
@@ -202,10 +203,6 @@ def begin_and_wait_in_any_order(rank: int, world_size: int) -> None:
     work.get_future().wait()
     assert forgotten[-1] == 3
     assert sum(thread.name.startswith("psengine-group") for thread in threading.enumerate()) == 1
-
-
-def test_async_operations_do_not_block_and_complete_in_any_order_of_waits():
-    run_ranks(begin_and_wait_in_any_order, 2)
 
 
 def shard_fully(rank: int, world_size: int, backend: str) -> list[torch.Tensor]:

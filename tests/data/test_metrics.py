@@ -53,7 +53,8 @@ def numbers_and_structures(rank: int, world_size: int) -> None:
     assert_identical(metrics.mean([math.nan, math.inf if rank else 1.0]), [math.nan, math.inf])
 
 
-def exact_integers(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_integers_are_exact(rank: int, world_size: int) -> None:
     n = world_size
     assert_identical(metrics.sum(2**63 - 1), (2**63 - 1) * n)
     assert_identical(metrics.sum(-(2**63)), -(2**63) * n)
@@ -155,10 +156,6 @@ def uneven_gather(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("function", [numbers_and_structures, tensors, awkward_tensors, weights, uneven_gather])
 def test_across_ranks(function):
     run_ranks(function, 3)
-
-
-def test_integers_are_exact():
-    run_ranks(exact_integers, 2)
 
 
 def structures_that_differ(rank: int, world_size: int) -> None:

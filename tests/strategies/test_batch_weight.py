@@ -120,7 +120,9 @@ def test_uneven_batches_train_like_one_process(collective, world_size):
     run_ranks(over_collective, world_size, collective)
 
 
-def unused_parameters(rank: int, world_size: int, collective: str, skips: bool) -> None:
+@pytest.mark.parametrize(("collective", "skips"), [("auto", False), ("c10d", True)])
+@in_ranks(2)
+def test_parameters_that_some_batches_do_not_use(rank: int, world_size: int, collective: str, skips: bool) -> None:
     options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": skips, "bucket_cap_mb": 1e-5}
     model = DistributedDataParallel(seeded(Optional), collective=collective, **options)
     reference = seeded(Optional)
@@ -136,11 +138,6 @@ def unused_parameters(rank: int, world_size: int, collective: str, skips: bool) 
         for p, q in zip(reference.parameters(), model.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None)
             assert p.grad is None or torch.allclose(p.grad, q.grad, **FLOAT64)
-
-
-@pytest.mark.parametrize(("collective", "skips"), [("auto", False), ("c10d", True)])
-def test_parameters_that_some_batches_do_not_use(collective, skips):
-    run_ranks(unused_parameters, 2, collective, skips)
 
 
 @in_ranks(2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.expectations import raises
-from support.processes import run_ranks
+from support.processes import in_ranks, run_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -139,7 +139,8 @@ def wrap(strategy: str = "sync:virtual_workers=2", **options: Any) -> Any:
     return psengine.DistributedDataParallel(nn.Linear(2, 2), strategy=strategy, **options)
 
 
-def misuse(rank: int, world_size: int) -> None:
+@in_ranks(1)
+def test_misuse_is_refused(rank: int, world_size: int) -> None:
     """Each refusal, by one worker that plays both virtual workers."""
     for given in ("static_graph", "gradient_as_bucket_view", "check_finite", "skip_all_reduce_unused_params"):
         with raises(ConfigurationError, f"a model without {given}=True"):
@@ -202,10 +203,6 @@ def begun() -> Any:
     model.optimizer = stepped(model)  # it lives as long as the model
     loader = loader_of(model)
     return model, next(loader.steps(next(loader.epochs(1)))).batches
-
-
-def test_misuse_is_refused():
-    run_ranks(misuse, 1)
 
 
 def differ(rank: int, world_size: int) -> None:

@@ -257,7 +257,9 @@ def test_a_rank_that_asks_for_the_state_alone_is_named_first(collective):
     assert "PeerLostError" in str(second.value or second.error)
 
 
-def scaled(rank: int, world_size: int, collective: str) -> None:
+@pytest.mark.parametrize("collective", ["auto", "c10d"])
+@in_ranks(2)
+def test_grad_scaler_decides_alike_on_all_ranks(rank: int, world_size: int, collective: str) -> None:
     """One rank's loss overflows in the second step: all leave it out, and halve the scale."""
     for name in ("adamw", "adamw-fused"):
         runs = []
@@ -275,11 +277,6 @@ def scaled(rank: int, world_size: int, collective: str) -> None:
             assert scaler.get_scale() == 2.0
             runs.append(values_of(model))
         assert_same(*runs)
-
-
-@pytest.mark.parametrize("collective", ["auto", "c10d"])
-def test_grad_scaler_decides_alike_on_all_ranks(collective):
-    run_ranks(scaled, 2, collective)
 
 
 @in_ranks(2)

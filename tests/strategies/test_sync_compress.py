@@ -194,7 +194,9 @@ class Shapes(nn.Module):
         return found + turned + factor * self.rows(torch.tensor([3, 3, 7])).sum()
 
 
-def of_all_shapes(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
+@in_ranks(2)
+def test_buckets_of_every_shape_and_dtype(rank: int, world_size: int, options: dict[str, Any]) -> None:
     for codec in (*LOSSY, "bf16"):
         model = psengine.DistributedDataParallel(
             Shapes(), strategy=f"sync:compress={codec.replace(':', ',')}", bucket_cap_mb=0.002, **options
@@ -214,11 +216,6 @@ def of_all_shapes(rank: int, world_size: int, options: dict[str, Any]) -> None:
                 assert torch.allclose(gradient, expected, atol=0.05), (codec, name)
         assert model.module.rows.weight.grad.to_dense()[3].tolist() == [3.0] * 4, "sparse gradients are not encoded"
         assert model.module.spiral.grad.tolist() == [1.5] * 5, "nor are complex ones"
-
-
-@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
-def test_buckets_of_every_shape_and_dtype(options):
-    run_ranks(of_all_shapes, 2, options)
 
 
 def resumed(rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -76,22 +77,27 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, **
     return [r.value for r in results]
 
 
-def in_ranks(world_size: int) -> Callable[[Callable[[int, int], None]], Callable[[], None]]:
-    """For a test whose body runs in ``world_size`` ranks: ``def test_something(rank, world_size)``."""
+def in_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """For a test whose body runs in ``world_size`` ranks: ``def test_something(rank, world_size)``.
 
-    def decorate(body: Callable[[int, int], None]) -> Callable[[], None]:
-        def test() -> None:
-            run_ranks(_run_body, world_size, body.__module__, body.__name__)
+    What else the body takes are parameters and fixtures of the test. ``options`` are those of ``run_ranks_to_any_end``.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        def test(**given: Any) -> None:
+            run_ranks(_run_body, world_size, body.__module__, body.__name__, given, **options)
 
         test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
+        _, _, *others = inspect.signature(body).parameters.values()
+        test.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
         test.body = body  # type: ignore[attr-defined]
         return test
 
     return decorate
 
 
-def _run_body(rank: int, world_size: int, module: str, name: str) -> None:
-    getattr(importlib.import_module(module), name).body(rank, world_size)
+def _run_body(rank: int, world_size: int, module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).body(rank, world_size, **given)
 
 
 def run_ranks_to_any_end(

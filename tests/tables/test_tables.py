@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.expectations import raises
-from support.processes import run_ranks
+from support.processes import in_ranks
 from support.server_training import at_servers
 from support.table_training import warnings_of
 from torch import nn
@@ -288,7 +288,8 @@ def test_a_checkpoint_names_its_tables_and_the_version_of_their_rows(rank, world
         assert f"(expected version 0, got {version} at the servers). Fix: start the servers" in text
 
 
-def on_an_embedded_server(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_tables_have_a_server_where_none_is_named(rank: int, world_size: int) -> None:
     os.environ.pop("PSENGINE_SERVERS", None)
     wrapped = psengine.DistributedDataParallel(model_of(table=psengine.ServerEmbedding(10, 4, lr=1.0, rule="average")))
     with raises(ConfigurationError, "table 'table' belongs to another wrapped model"):
@@ -305,7 +306,3 @@ def on_an_embedded_server(rank: int, world_size: int) -> None:
     with raises(ConfigurationError, "tables on a server that the strategy has started"):
         switched.switch_strategy("sync")
     switched.leave()
-
-
-def test_tables_have_a_server_where_none_is_named():
-    run_ranks(on_an_embedded_server, 2)

@@ -1,12 +1,11 @@
 """What watches a step never fails it: times, timelines, stalls, norms and what is reported, whatever a program does."""
 
 import contextlib
-import os
 import shutil
 
 import torch
 from support.native_twins import assert_same_gradients, pair
-from support.processes import run_ranks
+from support.processes import in_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -39,12 +38,13 @@ def _checkpointed(model, x):
     checkpoint(model, x.requires_grad_(), use_reentrant=False).square().sum().backward()
 
 
-def interrupted_forwards(rank: int, world_size: int, path: str) -> None:
+@in_ranks(2)
+def test_a_forward_that_was_interrupted_fails_no_later_step(rank, world_size, tmp_path):
     programs = (_bad_batch_after, _checkpointed)
     for options in ({}, {"find_unused_parameters": True}):
         ours, native = pair(Choosy, **options)
         ours._set_ddp_runtime_logging_sample_rate(3)
-        with psengine.timeline(path):
+        with psengine.timeline(str(tmp_path / "timeline.json")):
             # All of the first ten iterations are sampled, then every third: programs meet both kinds.
             for step in range(20):
                 for program in programs:
@@ -57,19 +57,13 @@ def interrupted_forwards(rank: int, world_size: int, path: str) -> None:
         assert times["backward_compute_time_start"] >= times["forward_compute_time_start"] > 0
 
 
-def test_a_forward_that_was_interrupted_fails_no_later_step(tmp_path):
-    run_ranks(interrupted_forwards, 2, str(tmp_path / "timeline.json"))
-
-
-def folder_is_gone(rank: int, world_size: int, path: str) -> None:
+@in_ranks(2)
+def test_a_timeline_that_cannot_be_written_ends_no_training(rank, world_size, tmp_path):
+    folder = tmp_path / "runs"
+    folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     model = psengine.DistributedDataParallel(nn.Linear(4, 4))
-    with psengine.timeline(path):
+    with psengine.timeline(str(folder / "timeline.json")):
         model(torch.ones(1, 4)).sum().backward()
         if rank == 0:
-            shutil.rmtree(os.path.dirname(path))
-
-
-def test_a_timeline_that_cannot_be_written_ends_no_training(tmp_path):
-    (tmp_path / "runs").mkdir()
-    run_ranks(folder_is_gone, 2, str(tmp_path / "runs" / "timeline.json"))
+            shutil.rmtree(folder)

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 from support.native_extension import needs_shared_memory
-from support.processes import run_ranks, run_ranks_to_any_end
+from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 
 import psengine
 from psengine.tracing.timeline import EXCHANGE, find_parts, merge_parts, part_path, recorder, span
@@ -182,15 +182,12 @@ def test_the_environment_turns_it_on(tmp_path, monkeypatch, steps):
         assert [e["args"]["step"] for e in _spans(part, name="backward")] == ([1, 2] if steps else [1, 2, 3, 4])
 
 
-def _wrap_refused(rank, world_size, path):
+@in_ranks(1)
+def test_wrong_values_of_the_environment_are_refused(rank, world_size, tmp_path):
     for name, value in (("PSENGINE_TIMELINE", "/no/such/folder/out.json"), ("PSENGINE_TIMELINE_STEPS", "-1")):
-        os.environ.update({"PSENGINE_TIMELINE": path, name: value})
+        os.environ.update({"PSENGINE_TIMELINE": str(tmp_path / "out.json"), name: value})
         with pytest.raises(psengine.EnvironmentVariableError):
             _model()
-
-
-def test_wrong_values_of_the_environment_are_refused(tmp_path):
-    run_ranks(_wrap_refused, 1, str(tmp_path / "out.json"))
 
 
 def _train_with_server(rank, world_size, path, strategy):

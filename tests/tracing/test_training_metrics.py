@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 import torch
-from support.processes import run_ranks
+from support.processes import in_ranks
 
 import psengine
 from psengine.errors import EnvironmentVariableError
@@ -33,7 +33,9 @@ def fetch(url):
         return answer.read().decode()
 
 
-def train(rank, world_size, strategy):
+@pytest.mark.parametrize("strategy", ["sync", "sync-server"])
+@in_ranks(2)
+def test_rank_0_tells_of_its_steps(rank, world_size, strategy):
     os.environ["PSENGINE_METRICS_PORT"] = "0"
     records = []
     handler = logging.Handler()
@@ -60,11 +62,6 @@ def train(rank, world_size, strategy):
         assert found["psengine_training_loss"] != found["psengine_training_loss"]
         assert found["psengine_training_stalls_total"] == 0
         assert found["psengine_training_world_size"] == 2
-
-
-@pytest.mark.parametrize("strategy", ["sync", "sync-server"])
-def test_rank_0_tells_of_its_steps(strategy):
-    run_ranks(train, 2, strategy)
 
 
 def test_without_the_variable_there_is_nothing():

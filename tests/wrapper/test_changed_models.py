@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from support.expectations import raises
-from support.processes import in_ranks, run_ranks
-from support.server_training import use
+from support.processes import in_ranks
+from support.server_training import at_servers
 from torch import nn
 
 import psengine
@@ -36,8 +36,8 @@ def to_channels_last(model: nn.Module) -> None:
     model.to(memory_format=torch.channels_last)
 
 
-def assigned_data(rank: int, world_size: int, address: str) -> None:
-    use(address)
+@at_servers(2)
+def test_gradients_that_are_views_survive_a_new_data(rank, world_size):
     for name in ("sync", "sync-server"):
         for change in (clamp, to_channels_last):
             for set_to_none in (True, False):
@@ -53,10 +53,6 @@ def assigned_data(rank: int, world_size: int, address: str) -> None:
                         torch.testing.assert_close(parameter.grad, gradient, msg=f"{name} {change} {step}")
                     change(model)
                 ddp.leave()
-
-
-def test_gradients_that_are_views_survive_a_new_data(server):
-    run_ranks(assigned_data, 2, server.addresses[0])
 
 
 class Head(nn.Module):
@@ -78,8 +74,8 @@ def head_to_double(model: nn.Module) -> None:
     model.head.double()
 
 
-def conversions(rank: int, world_size: int, address: str) -> None:
-    use(address)
+@at_servers(2)
+def test_conversions_after_wrapping_are_refused(rank, world_size):
     cases: list[tuple[Callable[[nn.Module], Any], dict[str, Any], int]] = [
         # How many steps may pass until it is said.
         (nn.Module.double, {}, 0),
@@ -129,7 +125,3 @@ def test_what_is_no_conversion_goes_on(rank, world_size):
     with torch.no_grad():
         ddp.double()
         ddp(torch.ones(1, 4))
-
-
-def test_conversions_after_wrapping_are_refused(server):
-    run_ranks(conversions, 2, server.addresses[0])

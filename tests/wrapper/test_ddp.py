@@ -365,16 +365,13 @@ def test_uneven_inputs_where_native_aborts(case):
         assert torch.allclose(torch.zeros_like(p) if p.grad is None else p.grad, gradient, rtol=1e-5, atol=1e-6)
 
 
-def forward_in_a_context(rank, world_size, directory):
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{directory}/rpc")
+@pytest.mark.skipif(not rpc.is_available(), reason="this torch was built without RPC")
+@in_ranks(1)
+def test_a_forward_whose_gradients_would_stay_in_a_context_is_refused(rank, world_size, tmp_path):
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/rpc")
     rpc.init_rpc("worker", rank=rank, world_size=world_size, rpc_backend_options=options)
     model = psengine.DistributedDataParallel(nn.Linear(2, 2))
     text = "expected a forward outside of torch.distributed.autograd contexts, got one inside"
     with dist.autograd.context(), raises(psengine.PSEngineError, text, "Fix: call the model outside of the context"):
         model(torch.ones(1, 2))
     rpc.shutdown()
-
-
-@pytest.mark.skipif(not rpc.is_available(), reason="this torch was built without RPC")
-def test_a_forward_whose_gradients_would_stay_in_a_context_is_refused(tmp_path):
-    run_ranks(forward_in_a_context, 1, tmp_path)
