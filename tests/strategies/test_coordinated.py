@@ -180,8 +180,8 @@ def test_groups_that_fail_without_end_are_an_error_with_the_last_words(monkeypat
 
 def test_who_did_not_come_to_the_group_is_named(monkeypatch):
     """Worker 1 answers the coordinator, and never comes to where the workers meet."""
-    monkeypatch.setattr(coordinated, "FORM_S", 0.2)
-    monkeypatch.setattr(coordinated, "SessionOptions", partial(SessionOptions, timeout_s=2.0))
+    monkeypatch.setattr(coordinated, "FORM_S", 2.0)
+    monkeypatch.setattr(coordinated, "SessionOptions", partial(SessionOptions, timeout_s=6.0))
     with absent_worker(monkeypatch):
         membership = CoordinatedMembership(2)
         try:

@@ -26,7 +26,7 @@ def snapshot(peer):
     return peer.request("ADMIN", body={"action": "snapshot"}).body["text"]
 
 
-def get(url, timeout_s=5.0):
+def get(url, timeout_s=60.0):
     with urllib.request.urlopen(url, timeout=timeout_s) as response:
         return response.status, response.read().decode()
 
@@ -223,7 +223,7 @@ def is_served(server):
 def test_bytes_that_are_no_zmq_cost_the_connection_only():
     with running_server() as server:
         host, port = server.addresses[0].removeprefix("tcp://").split(":")
-        with socket.create_connection((host, int(port)), timeout=5.0) as connection:
+        with socket.create_connection((host, int(port)), timeout=60.0) as connection:
             connection.sendall(os.urandom(4096))
             assert is_served(server)
             with contextlib.suppress(ConnectionError):

@@ -24,7 +24,7 @@ from psengine.protocol.messages import NOBODY, ErrorCode, MessageType
 from psengine.protocol.rows import pack_rows, unpack_rows
 from psengine.version import __version__
 
-LEASE_S = 1.0
+LEASE_S = 10.0
 STEPS, KILLED_AT = 8, 4
 SIZES = (30_000, 50)
 

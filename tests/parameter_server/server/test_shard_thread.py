@@ -71,7 +71,7 @@ def world():
         made = World(context)
         yield made
         made.thread.end()
-        made.thread.join(timeout=5.0)
+        made.thread.join(timeout=60.0)
         made.peer.close()
 
 
