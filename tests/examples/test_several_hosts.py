@@ -39,25 +39,3 @@ def test_two_hosts_train_alike_with_each_launcher():
         assert set(re.findall(r"rank \d of 2 on (\S+)", output)) == {"node-0", "node-1"}
         assert "60000 images" in output
     assert len({re.search(r"weights: sha256 (\w+)", output)[1] for output in outputs}) == 1
-
-
-SHARED = """
-import psengine, torch
-context = psengine.init("gloo")
-try:
-    psengine.DistributedDataParallel(torch.nn.Linear(1, 1), collective="shared_memory")
-except psengine.PSEngineError as error:
-    print(f"{context.hostname}: {error}")
-"""
-
-
-@pytest.mark.slow
-@needs_hosts
-def test_ranks_on_two_hosts_do_not_share_memory(tmp_path):
-    script = tmp_path / "shared.py"
-    script.write_text(SHARED)
-    with emulated_hosts(2, shared=[tmp_path]) as hosts:
-        command = [*TORCHRUN, "--nnodes", "2", "--rdzv-endpoint", "node-0:29400", script]
-        ended = run_together(hosts, lambda position: command, environment=QUIET)
-    for each in ended:
-        assert "rank 1 and rank 0 cannot open each other's memory" in each.stdout, each.stdout + each.stderr

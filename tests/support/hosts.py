@@ -1,10 +1,5 @@
 """Emulated hosts on this machine: what a test needs to run programs on "two machines". Needs root.
 
-    with emulated_hosts(2, rate="100mbit", shared=[tmp_path]) as (one, two):
-        with two.start([sys.executable, "train.py"], environment={"RANK": "1"}) as process:
-            ended = one.run([sys.executable, "train.py"], environment={"RANK": "0", "MASTER_ADDR": one.name})
-            assert process.wait() == 0, process.stderr
-
 Each host is a set of namespaces of its own (network, host name, processes, mounts, System V IPC), held by one process
 that waits for the end of its input::
 
@@ -21,9 +16,7 @@ bridge, with that delay and at ``rate``: the kernels that tests run on lack nete
 ``Host.mend`` mends it; packets are lost between, and nobody is told.
 
 Nothing outlives the test. The processes that hold the namespaces end with their input, so also when the test is killed;
-the kernel then ends every process on the hosts and removes mounts and links.
-
-Several tests at once do not meet: each has a bridge of its own, and addresses that only its own hosts use.
+the kernel then ends every process on the hosts and removes mounts and links. Several tests at once do not meet.
 """
 
 from __future__ import annotations
