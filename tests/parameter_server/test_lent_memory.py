@@ -5,6 +5,7 @@ import signal
 import time
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,9 +30,9 @@ ONES = torch.ones(NUMEL)
 MEMORY: weakref.WeakKeyDictionary[WorkerSession, torch.Tensor] = weakref.WeakKeyDictionary()
 
 
-def entered_worker(address: str, rank: int, workers: int = 3, timeout_s: float = 20.0) -> WorkerSession:
+def entered_worker(address: str, rank: int) -> WorkerSession:
     """Of a job whose weights are -1 times their version: each push is of ones."""
-    session = entered(address, rank, [spec(0, NUMEL)], rule=APPLY, world_size=workers, timeout_s=timeout_s)
+    session = entered(address, rank, [spec(0, NUMEL)], rule=APPLY, world_size=3)
     session.configure(0, {"optimizer": "SGD", "groups": [{**SGD, "lr": 1.0}], "runs": [[0, NUMEL, 0]]}).wait()
     return session
 
@@ -71,11 +72,12 @@ def stop_half_way(address: str, pipe, timeout_s: float) -> None:
         real(target + half, source + half, size_bytes - half)
 
     operation.ctypes = SimpleNamespace(memmove=halting)
-    session = entered_worker(address, 1, timeout_s=timeout_s)
+    session = entered_worker(address, 1)
     landed = []
     try:
-        for _ in range(4):
-            landed.append(push(session))
+        landed += [push(session) for _ in range(3)]
+        session.job_connection.options = replace(session.options, timeout_s=timeout_s)
+        landed.append(push(session))
         assert any(done)
     except ServerError as error:
         landed.append(str(error))
@@ -92,7 +94,7 @@ def is_stopped(pid: int) -> bool:
 def test_a_worker_that_stops_half_way_through_an_answer_gets_one_version(end):
     ours, theirs = forkserver.Pipe()
     is_lost = end in ("replaced", "server killed")
-    with running_server(lease_s=0.8 if end == "replaced" else 60.0) as server:
+    with running_server(lease_s=4.0 if end == "replaced" else 60.0) as server:
         others = [entered_worker(server.addresses[0], rank) for rank in (0, 2)]
         for other in others:
             push(other)
@@ -100,7 +102,7 @@ def test_a_worker_that_stops_half_way_through_an_answer_gets_one_version(end):
         worker = forkserver.Process(target=stop_half_way, args=arguments, daemon=True)
         worker.start()
         try:
-            assert ours.poll(20)
+            assert ours.poll(120)
             assert ours.recv() == "half way"
             eventually(lambda: is_stopped(worker.pid))
             if end == "replaced":
@@ -113,7 +115,7 @@ def test_a_worker_that_stops_half_way_through_an_answer_gets_one_version(end):
                     version, least, most = push(other)
                     assert (least, most) == (-version, -version)
             os.kill(worker.pid, signal.SIGCONT)
-            assert ours.poll(20)
+            assert ours.poll(120)
             landed = ours.recv()
             if is_lost:
                 assert isinstance(landed.pop(), str)

@@ -98,8 +98,7 @@ def test_after_a_wait_that_failed_servers_see_no_writes_and_the_exchange_has_wha
         running_server(lease_s=30.0) as server,
         crew(server.addresses[0], 2, SPECS[:1], job="late") as (mine, other),
     ):
-        for one in (mine, other):
-            one.job_connection.options = replace(one.options, timeout_s=2.0)
+        mine.job_connection.options = replace(mine.options, timeout_s=2.0)
         flat = mine.segments.allocate(SPECS[0].numel, torch.float32)
         landing = torch.zeros(SPECS[0].numel)
         push = mine.push(0, flat.fill_(1.0), [landing])
@@ -111,6 +110,7 @@ def test_after_a_wait_that_failed_servers_see_no_writes_and_the_exchange_has_wha
         assert sharing(mine) == 0
         other.push(0, torch.full_like(flat, 3.0), [landing]).wait()
         assert torch.equal(landing, torch.full_like(landing, 2.0))
+        mine.close()  # the other one would wait for it
 
 
 def test_a_forked_child_neither_changes_the_memory_nor_keeps_it_shared():
@@ -175,7 +175,7 @@ def push_for_ever(address: str, rank: int) -> None:
 
 
 def test_a_worker_that_is_killed_leaves_no_memory_and_no_half_gradient():
-    with running_server(lease_s=1.0) as server:
+    with running_server() as server:
         victim = forkserver.Process(target=push_for_ever, args=(server.addresses[0], 1), daemon=True)
         victim.start()
         survivor = entered(server.addresses[0], 0, SPECS, job="killed", world_size=2)

@@ -91,7 +91,8 @@ def _train_and_look(rank, world_size, addresses, url, strategy):
         optimizer.step()
         model.report(loss=loss, samples=2)
         if step == 2:
-            time.sleep(0.25)  # a heartbeat, so that there are two with steps
+            # Of two heartbeats with steps, one.
+            eventually(lambda: _status(url)["jobs"][f"job-{strategy.name}"]["workers"][rank]["loss"])
 
     def shown():
         view = _status(url)
@@ -107,7 +108,7 @@ def _train_and_look(rank, world_size, addresses, url, strategy):
 
 @pytest.mark.parametrize("strategy", [psengine.SyncServer, psengine.AsyncServer])
 def test_a_run_shows_in_the_servers_status(strategy):
-    with running_server(shards=2, lease_s=1.0) as server:
+    with running_server(shards=2) as server:
         (view, loss), _ = run_ranks(
             _train_and_look, 2, server.addresses[:1], server.status_url, strategy, deadline_s=60
         )

@@ -1,11 +1,11 @@
 """The client against real servers."""
 
 import os
+import re
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ NUMEL = 1000
 
 @pytest.fixture(scope="module")
 def server():
-    with running_server(lease_s=2.0) as process:
+    with running_server(lease_s=10.0) as process:
         yield process
 
 
@@ -82,7 +82,7 @@ def test_chunks_spread_over_the_shards_of_two_servers(job):
             out = torch.zeros(numel)
             wait_all([session.push(spec.key, part(spec), [part(spec, out)]) for spec in specs])
             assert torch.equal(out, values)
-        with worker(addresses, job + "2", rule=None, timeout_s=3) as reader:
+        with worker(addresses, job + "2", rule=None) as reader:
             assert reader.state == "wait"
             assert len(reader.status()) == 4
             with pytest.raises(ServerRefusedError, match="no values of the job yet"):
@@ -102,18 +102,21 @@ def test_another_model_and_a_taken_rank_are_refused(server, job):
 
 
 def test_a_worker_that_never_comes_is_named(server, job):
-    with (
-        worker(server.addresses, job, world_size=2, timeout_s=1.5) as session,
-        pytest.raises(ServerLostError, match=r"the values of job .* waits for workers \[1\] to come"),
-    ):
-        session.enter(layout(), zeros)
+    with worker(server.addresses, job, world_size=2) as session, ThreadPoolExecutor(1) as pool:
+        entering, control = pool.submit(session.enter, layout(), zeros), session.job_connection.control
+        late = eventually(lambda: (one := control.oldest()) and control.waits_for(one) and one)
+        late.timeout_s, late.deadline_s = 0.0, late.parking.now_s()  # before which a busy server may say nothing
+        with pytest.raises(ServerLostError, match=r"the values of job .* waits for workers \[1\] to come"):
+            entering.result()
 
 
 def test_who_is_slow_in_a_step_is_named(server, job):
     with crew(server.addresses, 2, layout(), job=job) as (a, _):
-        a.job_connection.options = replace(a.options, timeout_s=2.5)
+        late = a.push(0, torch.ones(NUMEL), [torch.empty(NUMEL)])
+        eventually(lambda: late.pending)
+        late.timeout_s, late.deadline_s = 0.0, late.parking.now_s()
         with pytest.raises(ServerLostError, match=r"push 1 of chunk 0 \(weight\).*waits for workers \[1\]"):
-            exchange(a, 1)
+            late.wait()
 
 
 def test_close_is_idempotent_and_ends_the_thread(server, job):
@@ -259,7 +262,7 @@ def test_who_leaves_an_embedded_server_waits_less_for_it(monkeypatch, caplog):
         os.kill(server.process.pid, signal.SIGSTOP)
         sessions[1].close()
         os.kill(server.process.pid, signal.SIGCONT)
-    assert "did not answer LEAVE for 1." in caplog.text
+    assert re.search(r"did not answer LEAVE for \d\.", caplog.text)
 
 
 def test_an_embedded_server_that_cannot_start_shows_why():
