@@ -84,7 +84,7 @@ def test_a_worker_s_key_does_not_give_orders_and_an_operator_s_does(admin, tmp_p
     server_key, server_public = keygen(tmp_path / "server", "server")
     keys = {name: keygen(tmp_path / name, name)[0] for name in ("worker", "operator")}
     files = {"curve_key": server_key, "allow": tmp_path / "worker", "admin_allow": tmp_path / "operator"}
-    with running_server(lease_s=3.0, **files) as server:  # the worker's, which the end waits for
+    with running_server(**files) as server:  # whose end waits for the lease
         pairs = {name: CurveClientKeys.load(key, server_public) for name, key in keys.items()}
         refused = order(server.addresses[0], pairs["worker"])
         assert (refused.body["code"], "--admin-allow" in refused.body["text"]) == ("not_allowed", True)

@@ -67,7 +67,7 @@ def in_sync(record, term):
 @pytest.mark.parametrize("durability", ["log+replica", marks.slow("replica")])
 def test_a_run_has_followers_that_lead_when_their_servers_stop_or_die(durability, tmp_path):
     record = tmp_path / "server-0-leadership"
-    options = ["--server-option", f"durability={durability}", "--server-option", "lease_s=1"]
+    options = ["--server-option", f"durability={durability}", "--server-option", "lease_s=4"]
     line = ["run", "--strategy", "async", "--snapshot-dir", str(tmp_path), *options, WORKER, "hang"]
     with running_command(line) as command:
         command.wait_until(lambda: "worker 0 has" in command.stdout)
@@ -109,7 +109,7 @@ def test_a_worker_that_stood_still_for_longer_than_its_lease_ends_and_is_started
         return lines_of(tmp_path).get(worker, ())
 
     line = ["run", "--strategy", "sync-server", "--independent", "--workers", "2", "--max-restarts", "1"]
-    line += ["--server-option", "lease_s=3", str(TRAINING), str(tmp_path), "--steps", "10000", "--pause", "0.1"]
+    line += [str(TRAINING), str(tmp_path), "--steps", "10000", "--pause", "0.1"]
     with running_command(line) as command:
         command.wait_until(lambda: len(steps_of(1)) >= 3)
         first, taken = steps_of(1)[-1]["pid"], len(steps_of(0))

@@ -89,7 +89,7 @@ def announce_start():
 
 
 def test_a_signal_ends_the_server_too():
-    options = ["--workers", "2", "--strategy", "async", "--shutdown-timeout", "1", "--server-option", "lease_s=3"]
+    options = ["--workers", "2", "--strategy", "async", "--shutdown-timeout", "1"]
     with running_command(["run", *options, WORKER, "hang"]) as command:
         command.wait_until(lambda: command.stdout.count(" has ") == 2)
         pids = [pid for pid in children_of(command.pid) if WORKER in command_line(pid)]

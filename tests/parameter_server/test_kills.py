@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from attacks.kill_loop import LEASE_S, Servers
+from attacks.kill_loop import Servers
 from support.fault_workers import Reports, expect_workers, results_of, worker_processes
 from support.marks import slow
 from support.server_process import Peer, running_server
@@ -51,9 +51,9 @@ def test_sync_server_equals_the_undisturbed_run_where_servers_are_killed(tmp_pat
     found = []
     for kills in ((), (0, 1, 0)):
         with ExitStack() as context:
-            kept = {"snapshot_interval_s": 0.3, "durability": tier}
+            kept = {"snapshot_interval_s": 0.3, "durability": tier, "lease_s": 30.0}
             directories = [tmp_path / f"{len(kills)}-kills-{number}" for number in range(2)]
-            options = [{} if tier == "memory" else kept | {"snapshot_dir": one} for one in directories]
+            options = [{"lease_s": 30.0} if tier == "memory" else kept | {"snapshot_dir": one} for one in directories]
             servers = Servers(context, options.__getitem__)
             workers = context.enter_context(worker_processes())
             arguments = (train_held, ",".join(servers.addresses), tier != "memory")
@@ -76,7 +76,7 @@ TIERS = ({"durability": "log"}, {"durability": "log+replica", "election": "launc
 def test_a_server_with_an_older_state_than_was_acknowledged_serves_nobody(tmp_path: Path, tier: dict[str, str]):
     """It was started again with a copy from before: its workers know better."""
     options = {name: value.format(tmp_path) for name, value in tier.items()}
-    options |= {"bind": f"ipc://{tmp_path}/socket", "lease_s": LEASE_S}
+    options |= {"bind": f"ipc://{tmp_path}/socket", "lease_s": 10.0}
     with ExitStack() as context:
         server = context.enter_context(running_server(snapshot_dir=tmp_path / "kept", **options))
         session = entered(server.addresses[0], 0, [spec(0)], rule=APPLY)

@@ -91,7 +91,7 @@ def _train_and_look(rank, world_size, addresses, url, strategy):
         optimizer.step()
         model.report(loss=loss, samples=2)
         if step == 2:
-            # Of two heartbeats with steps, one.
+            # The first of the two heartbeats with steps that rates take.
             eventually(lambda: _status(url)["jobs"][f"job-{strategy.name}"]["workers"][rank]["loss"])
 
     def shown():

@@ -90,7 +90,7 @@ def text_of(driver, css):
 
 def test_a_diverged_worker_is_an_alarm_and_names_are_shown_as_text():
     weights = {"w": torch.ones(4)}
-    with running_server(lease_s=1.0) as server, browser() as driver, ExitStack() as clients:
+    with running_server() as server, browser() as driver, ExitStack() as clients:
 
         def join(rank, loss):
             client = clients.enter_context(psengine.connect(server.addresses[0], rank=rank))
@@ -146,7 +146,7 @@ def assert_harmless(driver, server):
 @pytest.mark.slow
 def test_a_run_with_a_slow_and_a_killed_worker(tmp_path):
     with (
-        running_server(lease_s=2.0, shards=2, snapshot_dir=tmp_path / "snapshots") as server,
+        running_server(shards=2, snapshot_dir=tmp_path / "snapshots") as server,
         worker_processes() as workers,
         browser() as driver,
     ):

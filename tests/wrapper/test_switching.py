@@ -116,17 +116,18 @@ def lose_the_server(rank: int, world_size: int, address: str, server: int) -> No
     model = psengine.DistributedDataParallel(make_model(), strategy="local:every=4")
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5), model)
     step_once(model, optimizer, rank, 0)
-    ends_round = model.strategy.conclude
+    ends_round, following = model.strategy.conclude, psengine.AsyncServer(servers=address, job="dying")
 
     def die_after_the_round() -> None:
         ends_round()
+        following._timeout_s = 2.0
         if rank == 0:
             os.kill(server, signal.SIGKILL)
         model._collective.barrier().wait()
 
     model.strategy.conclude = die_after_the_round
     with raises(ReductionError, "from 'local' to 'async' failed after the round", address, "has no strategy now"):
-        model.switch_strategy(f"async:servers={address},timeout_s=2,job=dying")
+        model.switch_strategy(following)
     kept = [p.detach().clone() for p in model.module.parameters()]
     assert all(torch.equal(*model._collective.gather(tensor)) for tensor in kept), "the round has ended"
     with raises(ReductionError, "has no strategy now"):

@@ -157,7 +157,7 @@ def test_the_second_signal_ends_at_once_and_leaves_a_valid_generation(tmp_path):
 
 def test_an_embedded_server_ends_when_stdin_closes_and_nobody_is_left():
     reader, writer = os.pipe()
-    with running_server(until_stdin_closes=True, stdin=reader, lease_s=3.0) as server:
+    with running_server(until_stdin_closes=True, stdin=reader) as server:
         os.close(reader)
         with Peer(server.addresses[0]) as peer:
             peer.make_job(torch.zeros(10))

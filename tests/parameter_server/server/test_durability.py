@@ -430,7 +430,7 @@ def test_a_full_disk_stops_acknowledging_and_everything_else_is_answered(tmp_pat
             assert reader.request("WAITS", key=0, sequence=1).body == {"waiting_for": [], "log": True}
         assert peer.request("HEARTBEAT", body={"completed": 0}).type.name == "OK"
         flag.unlink()
-        answer = peer.receive(10.0)
+        answer = peer.receive()
         assert (answer.type.name, answer.version) == ("UPDATED", 2)
         eventually(lambda: not one.status()["logs"][0]["is_full"])
 

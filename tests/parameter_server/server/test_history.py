@@ -134,7 +134,7 @@ def test_merges_and_a_table_are_told_again(tmp_path):
 
 def test_a_follower_s_directory_tells_the_run_across_a_takeover(tmp_path):
     def replicated(name, **options):
-        options |= {"election": f"launcher={tmp_path}/election", "durability": "log+replica", "lease_s": 2.0}
+        options |= {"election": f"launcher={tmp_path}/election", "durability": "log+replica"}
         return server(tmp_path / name, shards=1, **options)
 
     answers, weights = [], torch.ones(1000)
