@@ -7,19 +7,20 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from attacks.kill_loop import LEASE_S, Counters, FailoverTrial, Pairs, role
+from attacks.kill_loop import Counters, FailoverTrial, Pairs, role
 from support.etcd_server import EtcdServer, etcd_server, needs_etcd
 from support.waiting import eventually
 
 pytestmark = needs_etcd
-LONG_S = 3 * LEASE_S  # longer than the servers' lease
+LEASE_S = 3.0
+LONG_S = 1.5 * LEASE_S
 
 
 @contextmanager
 def trial_over_etcd() -> Iterator[tuple[FailoverTrial, Pairs, EtcdServer]]:
     """A server with a follower, and three workers of an async job."""
     with etcd_server() as etcd, ExitStack() as context:
-        options = {"durability": "replica", "election": f"etcd={etcd.place}"}
+        options = {"durability": "replica", "election": f"etcd={etcd.place}", "lease_s": LEASE_S}
         pairs = Pairs(context, lambda number, side: options, 1)
         yield FailoverTrial(context, pairs, random.Random(1), "replica"), pairs, etcd
 

@@ -290,7 +290,7 @@ def name_a_server(rank: int, world_size: int, address: str) -> tuple[str, list[s
     reachability.SILENCE_S = 0.1
     said = Lines(reachability.logger).lines
     with pytest.raises(ServerLostError) as caught:
-        psengine.connect(role="reader", connect_timeout_s=1.0).layout()
+        psengine.connect(role="reader", connect_timeout_s=3.0).layout()
     return str(caught.value), said
 
 

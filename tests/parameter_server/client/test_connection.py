@@ -244,10 +244,12 @@ def test_a_stall_is_one_line_however_many_chunks_again_and_again_and_one_when_it
         eventually(lambda: "no longer" in lines_of(caplog)[-1])
         begun, again, *_, ended = lines_of(caplog)
         what = f"for {peer.address}: push 1 of chunk 0 (weight)"
-        assert begun.startswith("worker 0 of job 'default' has waited 0.")
+        assert begun.startswith("worker 0 of job 'default' has waited ")
+        first_s, second_s = (float(re.search(r"waited (\S+) s", line)[1]) for line in (begun, again))
+        assert second_s >= first_s + 0.5 > 1.0
         assert f"{what} (and 1 more)" in begun
         assert "waits for workers [2, 5]" in begun
-        assert re.search(r"has waited 1\.\d s .* and gives up in \d+ s", again), again
+        assert re.search(r" and gives up in \d+ s", again), again
         assert ended.startswith(f"worker 0 of job 'default' waits no longer {what}")
 
 
@@ -287,7 +289,7 @@ def test_errors_name_both_addresses_and_what_the_last_one_said():
     with contextlib.closing(Follower()) as first, contextlib.closing(Follower()) as second:
         pair = first, second
         addresses = parse_addresses("|".join(one.address for one in pair))
-        options = SessionOptions(addresses=addresses, rule=APPLY, rank=0, connect_timeout_s=1.0)
+        options = SessionOptions(addresses=addresses, rule=APPLY, rank=0, connect_timeout_s=3.0)
         with pytest.raises(ServerLostError) as caught:
             WorkerSession(options).start()
     assert "|".join(one.address for one in pair) + " did not answer" in str(caught.value)

@@ -70,7 +70,7 @@ def test_another_user_neither_reads_nor_writes_a_model():
         assert as_other_user(answers_to_strangers, address) == []
         started_s = time.monotonic()
         name, text = as_other_user(read_model, address)
-        assert time.monotonic() < started_s + 10
+        assert time.monotonic() < started_s + 25  # sooner than its deadline
         assert name == "AuthenticationError"
         assert text.startswith(f"{address} does not let this client in")
         assert "Fix: " in text
