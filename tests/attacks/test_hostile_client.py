@@ -119,10 +119,8 @@ class Honest:
         self.pushes += 1
         self.peer.send(self.peer.message("HEARTBEAT"))
         self.peer.send(self.peer.message("PUSH", key=0, sequence=self.pushes, payload=torch.ones(VALUES)))
-        deadline_s = time.monotonic() + 10
-        while (answer := self.peer.receive(10.0)).type.name != "UPDATED":
+        while (answer := self.peer.receive()).type.name != "UPDATED":
             assert answer.type.name != "ERROR", answer.body
-            assert time.monotonic() < deadline_s
         assert self.server.job("honest")[0]["version_max"] == self.pushes
 
 

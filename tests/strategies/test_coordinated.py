@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -26,6 +25,7 @@ from support.expectations import raises
 from support.holding import Hold
 from support.process_table import listeners_of
 from support.server_process import running_server
+from support.waiting import eventually
 
 from psengine.environment.processes import share_of_cores
 from psengine.errors import CollectiveError, PSEngineError, ServerError
@@ -216,10 +216,7 @@ def test_a_worker_that_is_interrupted_while_others_do_not_come_ends_in_order(mon
     program = f"from {coordinated.__name__} import CoordinatedMembership; CoordinatedMembership(2).enter({{}}, 0)"
     with absent_worker(monkeypatch) as absent:
         with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True) as process:
-            deadline_s = time.monotonic() + 60.0
-            while not any("gloo" in key for key in absent.met):
-                assert time.monotonic() < deadline_s
-                time.sleep(0.01)
+            eventually(lambda: any("gloo" in key for key in absent.met))
             process.send_signal(signal.SIGINT)
             _, stderr = process.communicate(timeout=30.0)
         assert "KeyboardInterrupt" in stderr

@@ -1,13 +1,13 @@
 """Strategy "diloco-server": workers in collectives and without samples, codecs, weights by samples."""
 
 import os
-import time
 
 import pytest
 import torch
 from support.expectations import raises
 from support.processes import run_ranks
 from support.server_training import at_servers
+from support.waiting import eventually
 from torch import nn
 
 import psengine
@@ -36,12 +36,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: 
 @at_servers(3)
 def test_a_merge_does_not_wait_for_workers_in_a_collective(rank, world_size):
     os.environ["PSENGINE_JOB"] = "collective"
-    model = psengine.DistributedDataParallel(make_model(), strategy="diloco-server:every=2,grace=0,timeout_s=30")
+    model = psengine.DistributedDataParallel(make_model(), strategy="diloco-server:every=2,grace=0")
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02), model)
     if rank == 2:  # the others form the quorum, and this one comes alone
-        deadline_s = time.monotonic() + 30
-        while not model.statistics().updates and time.monotonic() < deadline_s:
-            time.sleep(0.05)
+        eventually(lambda: model.statistics().updates)
     train(model, optimizer, rank, range(2))
     assert psengine.sum(1) == 3
     model.leave()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.native_extension import SHARED_MEMORY, needs_shared_memory
 from support.processes import run_ranks
+from support.waiting import eventually
 
 import psengine
 from psengine.collectives.c10d import C10dCollective
@@ -50,17 +51,9 @@ class _Listener(logging.Handler):
             self.heard.set()
             self._on_warning()
 
-    def wait_for_end(self):
-        deadline = time.monotonic() + 20
-        while not self.texts["INFO"] and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return self.texts
-
 
 def _until_set(key):
-    deadline = time.monotonic() + 30
-    while not dist.distributed_c10d._get_default_store().check([key]) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    eventually(lambda: dist.distributed_c10d._get_default_store().check([key]))
 
 
 def _say(key):
@@ -90,9 +83,10 @@ def _check_equal_to_undisturbed(rank, collective, found):
 def _one_sleeps(rank, world_size, collective):
     listener = _Listener(lambda: _say("heard"))
     found = _train(rank, collective, lambda: _until_set("heard") if rank == 1 else None)
-    texts = listener.wait_for_end() if rank == 0 else listener.texts
+    if rank == 0:
+        eventually(lambda: listener.texts["INFO"])
     _check_equal_to_undisturbed(rank, collective, found)
-    return texts, os.getpid()
+    return listener.texts, os.getpid()
 
 
 @pytest.mark.parametrize("collective", ["c10d", SLOW_SHARED_MEMORY])
@@ -107,12 +101,6 @@ def test_a_rank_that_comes_late_is_named_and_training_goes_on(monkeypatch, colle
     assert "not waiting in any psengine operation" in warning
     assert "no longer waits for all-reduce of gradient bucket 0" in texts["INFO"][0]
     assert others["WARNING"] == []
-
-
-def _until_stopped(process_id):
-    deadline = time.monotonic() + 30
-    while process_state(process_id) != "T" and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 def _host_of_the_store_is_stopped(rank, world_size, port_file):
@@ -133,7 +121,7 @@ def _host_of_the_store_is_stopped(rank, world_size, port_file):
         if rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
         else:
-            _until_stopped(process_id)
+            eventually(lambda: process_state(process_id) == "T")
             deadline.start()
 
     found = _train(rank, "shared_memory", before_last_step)
