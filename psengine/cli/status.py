@@ -22,9 +22,8 @@ from rich.text import Text
 from psengine.cli.console import open_console, printable
 from psengine.errors import ConfigurationError, PSEngineError
 from psengine.parameter_server.client.addresses import keys_from_environment, parse_addresses
-from psengine.protocol.bodies import owns_weights
 from psengine.protocol.keys import CurveClientKeys
-from psengine.status_port.overview import merge_jobs, percentile
+from psengine.status_port.overview import merge_jobs, owns_weights, percentile
 from psengine.status_port.status_model import Event, JobStatus, ServerFacts, ShardStatus, WorkerStatus
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import lru_cache
 from typing import Annotated, Any
@@ -104,11 +104,6 @@ class Elastic(Rule, tag="elastic", kw_only=True):
 
 # Of jobs with chunks.
 AnyRule = Average | Merge | Apply
-
-
-def owns_weights(rule: Mapping[str, Any]) -> bool:
-    """Whether a job of this rule keeps its weights at the servers; where gradients are averaged, workers have them."""
-    return rule["name"] not in ("average", "elastic")
 
 
 class Hello(Body):

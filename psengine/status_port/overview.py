@@ -82,6 +82,11 @@ def _merge_workers(
     return tuple(found)
 
 
+def owns_weights(rule: Mapping[str, Any]) -> bool:
+    """Whether a job of this rule keeps its weights at the servers; where gradients are averaged, workers have them."""
+    return rule["name"] not in ("average", "elastic")
+
+
 def rule_text(rule: Mapping[str, Any]) -> str:
     """A rule as users write it: the strategy's name and the options that are set, such as "async:max_staleness=2"."""
     if rule.get("tables") and rule["name"] == "merge":

@@ -16,10 +16,10 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from psengine.protocol.bodies import owns_weights
 from psengine.protocol.messages import DURABILITY_TIERS, PUSH_REFUSALS
 from psengine.status_port import status_model
 from psengine.status_port.http_status import HTML, JSON, TEXT, Pages
+from psengine.status_port.overview import owns_weights
 
 # One script, in this order: the server's data, charts, the rest of the page.
 SCRIPTS = ("dashboard_data.js", "dashboard_charts.js", "dashboard.js")

@@ -16,10 +16,10 @@ from typing import Any
 from psengine.errors import ProtocolError
 from psengine.parameter_server.server.coordinator.states import JobMemory, JobState
 from psengine.parameter_server.server.interfaces import Sender, ShardSettings
-from psengine.protocol.bodies import owns_weights
 from psengine.protocol.bounds import MAX_VIEW_NUMBER
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View, check_digest, release_of, sign, view_of
+from psengine.status_port.overview import owns_weights
 
 # The messages with which a process shows its view when it is asked to.
 SHOWN = frozenset({MessageType.VIEW, MessageType.RELEASE})

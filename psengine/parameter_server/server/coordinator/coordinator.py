@@ -29,12 +29,11 @@ from psengine.parameter_server.server.coordinator.decisions import Decisions, de
 from psengine.parameter_server.server.coordinator.states import JOB, JobMemory, JobState, WorkerState, after
 from psengine.parameter_server.server.coordinator.workers import CLAIM_GRACE_S, Worker, Workers
 from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings
-from psengine.protocol.bodies import owns_weights
 from psengine.protocol.bounds import INT64_MAX, MAX_VIEW_NUMBER
 from psengine.protocol.layout import job_number
 from psengine.protocol.messages import DURABILITY_TIERS, HELLO_AGAIN_S, ErrorCode, Message, MessageType
 from psengine.protocol.views import Release, View, ViewMember, message_of
-from psengine.status_port.overview import rule_text
+from psengine.status_port.overview import owns_weights, rule_text
 from psengine.status_port.status_model import CoordinatedJob, CoordinatedWorker, Departed, State
 
 logger = logging.getLogger(__name__)
