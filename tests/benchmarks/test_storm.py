@@ -1,6 +1,5 @@
-"""What the storm counts, and when its faults come; what candidates of benchmarks/accuracy learn from."""
+"""What the storm counts, and when its faults come."""
 
-from accuracy.studies import STUDIES
 from storm.account import FaultRecord, Training, percentile
 from storm.faults import LEAVING, SHARES, plan
 
@@ -64,12 +63,3 @@ def test_faults_come_from_a_seed_as_often_as_asked():
     assert {host for fault in faults for host in fault.hosts} == set(range(8))
     assert {len(fault.hosts) for fault in faults if fault.cause == "host left"} == set(LEAVING)
     assert all(0.4 <= fault.lasts_s <= 16 for fault in faults if "killed" not in fault.cause)
-
-
-def test_candidates_learn_from_equally_many_samples_in_whole_rounds():
-    for study in STUDIES.values():
-        for name, candidate in study.candidates.items():
-            for task in study.rates:
-                plan = study.plan(task, name, 0, 1.0)
-                assert plan.samples == study.samples
-                assert plan.steps % candidate.round_steps == 0
