@@ -222,9 +222,10 @@ def test_a_directory_that_takes_a_copy_or_starts_without_its_log_keeps_nothing_f
         one.snapshot()
     if not is_copy:
         (tmp_path / "s" / "start-without-log").touch()
-    with server(tmp_path / "s", keeps_log=True, is_copy=is_copy, epoch=8):
-        there = sorted(path.name for path in (tmp_path / "s").glob("*-0*"))
-        assert there == ["generation-000000000003", "log-000-000000000003"]
+    with server(tmp_path / "s", keeps_log=True, is_copy=is_copy, epoch=8) as one:
+        there = sorted(path.name for path in (tmp_path / "s").iterdir())
+        life = f"life-{one.durability.epoch}"
+        assert there == ["generation-000000000003", life, "lock", "log-000-000000000003"]
 
 
 def test_a_death_before_a_copys_first_generation_leaves_what_was_there(tmp_path, monkeypatch):
