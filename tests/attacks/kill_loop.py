@@ -408,12 +408,12 @@ def run_async(
     tier: str = "snapshot",
     most_s: float = float("inf"),
     max_staleness: int | None = None,
-    **kept: float,
+    snapshot_interval_s: float = 0.15,
 ) -> Counters:
     """``tries`` kills of servers, whose durability is ``tier``, and workers under "async"; fewer in ``most_s``."""
     chooser = random.Random(seed)
     with tempfile.TemporaryDirectory(prefix="psengine-kill-") as directory, ExitStack() as context:
-        servers = servers_of(Path(directory), tier, **kept)(context)
+        servers = servers_of(Path(directory), tier, snapshot_interval_s=snapshot_interval_s)(context)
         trial = AsyncTrial(context, servers, chooser, rule=APPLY | {"max_staleness": max_staleness})
         for _ in until(most_s, range(tries)):
             if chooser.random() < worker_share:

@@ -250,7 +250,6 @@ class SimulatedThread(shard_thread.ShardThread):
             on_admin=_ignore,
             pair=pair,
         )
-        self.coordinators = server.coordinators if shard.index == 0 and pair is None else None
         shard.apply = self._watched(shard.apply)  # type: ignore[method-assign]
 
     def _watched(self, apply: Callable[[Message, Sender], list[Outgoing]]) -> Callable[..., list[Outgoing]]:
