@@ -40,15 +40,15 @@ class Place(NamedTuple):
     epoch: int  # of the life that wrote the segment
 
 
-# Between the epochs of a server's lives, at least: each gives numbers of its own from its epoch on. A clock takes about
-# a second for so many, and 2^32 lives whose clock was set back reach half of the field.
+# The least distance between the epochs of a server's lives, since each life numbers processes from its epoch on. An
+# epoch by the clock grows by as much in a second, and 2^32 lives whose clock was set back reach half of the field.
 EPOCHS_APART = 1 << 30
 
 
 def later_epoch(drawn: int, *former: int) -> int:
-    """A life's epoch: ``drawn`` by the clock; where that shows too little to come after ``former``, one above those."""
+    """The epoch of a life that follows those of ``former``: ``drawn`` by the clock, or a later one if it is too low."""
     least = max(former, default=0) + EPOCHS_APART
-    # What is added keeps lives apart that come after the same one.
+    # The remainder keeps two servers apart that follow the same life.
     return drawn if drawn >= least else least + drawn % EPOCHS_APART
 
 

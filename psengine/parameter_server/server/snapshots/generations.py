@@ -66,7 +66,7 @@ class Generations:
         """Take the disk, go on with its numbers, remove what killed writers left.
 
         Raises:
-            OSError: it cannot be had.
+            OSError: the directory cannot be locked or read.
             SnapshotError: another live server has it.
         """
         self.disk.lock()
@@ -76,11 +76,13 @@ class Generations:
                 self.disk.delete(name)
 
     def begin_life(self, drawn: int, *known: int) -> int:
-        """The epoch of a life that begins here, durable; above ``known`` and all before it, whatever the clock shows.
+        """Choose the epoch of a life that begins here, write it down, and return it.
+
+        It is above ``known`` and those of all former lives in this directory, whatever the clock shows.
 
         Args:
             drawn: an epoch by the clock.
-            known: of lives that something else tells of.
+            known: epochs of former lives from elsewhere, such as the log.
 
         Raises:
             OSError: it could not be written.
