@@ -281,7 +281,7 @@ class Server:
             thread.shard.settings = self._shard_settings
             thread.ask(partial(thread.lead, epoch, now_s, coordinators))
         if pair is not None:
-            self._events.note("leads", f"this server leads, under term {pair.term}")
+            self._events.note("leads", f"this server leads, under term {pair.succession.term}")
 
     def _make_pair(self, durability: Durability | None, previous: int) -> Pair:
         settings = self.settings

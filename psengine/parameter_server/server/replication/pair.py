@@ -45,8 +45,6 @@ class Pair:
 
     Attributes:
         is_leading: the shards were told to lead.
-        is_cut_off: for half a lease it could neither reach its follower nor have it dropped, so the other server may
-            lead: workers are sent to look there. Their leases do not run here.
         has_copy: what is here is another server's.
     """
 
@@ -78,14 +76,10 @@ class Pair:
         self._caught_up: set[int] = set()  # shards
         self._is_released = True
         self._lost_s = 0.0
-        self.is_cut_off = False
+        # For half a lease it could neither reach its follower nor have it dropped.
+        self._is_cut_off = False
 
     # ---- for shards' threads -----------------------------------------------------------------------------------
-
-    @property
-    def term(self) -> int:
-        """Of this server."""
-        return self.succession.term
 
     @property
     def _follower(self) -> Member | None:
@@ -106,9 +100,14 @@ class Pair:
         """What a stream says of a follower; see ``Stream``."""
         self._told.append((shard, epoch, why_lost))
 
+    @property
+    def leads(self) -> bool:
+        """Whether clients are answered, and leases run: once another server may lead, nobody is told anything."""
+        return self.is_leading and not (self.succession.may_be_fenced or self._is_cut_off)
+
     def check_leads(self) -> None:
-        """Raise ProtocolError where this server answers no client."""
-        if self.is_leading and self.succession.role is not Role.FENCED and not self.is_cut_off:
+        """Raise ProtocolError where this server answers no client: workers look at the other one."""
+        if self.leads:
             return
         leader = self.succession.leader
         whom = "no other server that leads" if leader is None else f"the server at {' '.join(leader.addresses)}"
@@ -219,7 +218,7 @@ class Pair:
         if not self._is_released and not self.succession.needs_follower:
             self._is_released = True
             self._ask_streams("release")
-        self.is_cut_off = not self._is_released and now_s > self._lost_s + self._lease_s / 2
+        self._is_cut_off = not self._is_released and now_s > self._lost_s + self._lease_s / 2
 
     def _lose(self, now_s: float) -> None:
         """A stream to the follower has ended: so do the others, and answers wait until it is recorded no more."""

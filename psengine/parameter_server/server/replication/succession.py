@@ -84,6 +84,7 @@ class Succession:
         term: this server's, if it leads; else that of the leader that it heard last, 0 without one.
         leader: whom to follow, or to ask; None where this server knows none, or leads.
         recorded: what was read or written last.
+        may_be_fenced: another server is recorded to lead; or a change was refused, and it is to be read who leads.
         needs_follower: while this server leads, whether the record names, or might name, a follower: without its word
             nothing is acknowledged, also where its stream has ended, and no other follower is taken.
         why: what it waits for, for people; "" where nothing is missing.
@@ -96,6 +97,7 @@ class Succession:
         self.leader: Member | None = None
         self.recorded: Leadership | None = None
         self.why = ""
+        self.may_be_fenced = False
         self._lease_s = lease_s
         self._guess = Member(0, (follow,)) if follow else None
         self._was_paired = was_paired
@@ -181,12 +183,13 @@ class Succession:
         elif isinstance(question, Read):
             assert isinstance(answer, tuple)
             self._read(*answer, now_s)
+            self.may_be_fenced = self.role is Role.FENCED
             self._is_known &= question is not self._stale
         elif isinstance(question, Replace) and answer:
             self._has_lease, self._due_s = self._has_lease or question.takes_over, now_s
             self._learn(question.new)
         elif isinstance(question, Replace):
-            self._is_known = False
+            self._is_known, self.may_be_fenced = False, True
         elif isinstance(question, Renew):
             self.why, self._has_lease = "", bool(answer)
             self._due_s = now_s + self._lease_s / 3 if answer else now_s

@@ -358,7 +358,7 @@ class ShardThread(threading.Thread):
 
     @property
     def _term(self) -> int:
-        return 0 if self.pair is None else self.pair.term
+        return 0 if self.pair is None else self.pair.succession.term
 
     def _send_record(self, route: bytes, number: int, pieces: Sequence[Any]) -> None:
         header = Message(MessageType.RECORD, epoch=self.shard.epoch, term=self._term, sequence=number)
@@ -436,7 +436,7 @@ class ShardThread(threading.Thread):
         if self.stream is not None:
             self.stream.tick(time.monotonic(), self.endpoint.peers.is_connected)
             self._look_at_sinks()
-        if self.coordinators is not None and not (self.pair is not None and self.pair.is_cut_off):
+        if self.coordinators is not None and (self.pair is None or self.pair.leads):
             self._send_decided(self.coordinators.tick(self._look_at_time()))
 
     def _look_at_time(self) -> float:

@@ -2,8 +2,10 @@
 
 import pytest
 
+from psengine.errors import ProtocolError
 from psengine.parameter_server.server.log.log import EPOCHS_APART
 from psengine.parameter_server.server.replication.election import ElectorError, Leadership, Member, ask
+from psengine.parameter_server.server.replication.pair import Pair
 from psengine.parameter_server.server.replication.succession import Role, Succession
 
 A, B = Member(1, ("tcp://a:1", "tcp://a:2")), Member(2, ("tcp://b:1",))
@@ -75,6 +77,28 @@ def test_the_first_leads_the_second_follows_and_only_a_lease_that_ended_has_it_t
     first.follower_lost(8.0)
     settle(first, record, 8.0, 9.0)
     assert first.role is Role.FENCED
+
+
+@pytest.mark.parametrize("leads_on", [False, True])
+def test_a_leader_whose_change_is_refused_is_silent_until_it_has_read_who_leads(leads_on):
+    record, first, second = pair()
+    told = dict.fromkeys(("prepare", "lead", "begin_anew", "note"), lambda *_: True)
+    server = Pair(first, None, (), lease_s=1.0, **told)
+    server.tick(0.0)
+    server.check_leads()
+    if leads_on:
+        record.value = Leadership(1, (A, B), 3)  # a change of its own was performed late
+    else:
+        record.is_held = False
+        second.leader_lost(5.0)
+        settle(second, record, 5.0)
+    first.follower_lost(5.0)
+    question = first.next(5.0)
+    first.heard(question, ask(record, question), 5.0)
+    with pytest.raises(ProtocolError, match="does not lead"):
+        server.check_leads()
+    settle(first, record, 6.0)
+    assert (first.role is Role.FENCED, server.leads) == (not leads_on, leads_on)
 
 
 def test_a_follower_that_is_dropped_may_copy_anew_and_never_leads_with_its_old_copy():
