@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import psengine
-from psengine.errors import ConfigurationError, ReductionError
+from psengine.errors import ConfigurationError, FencedError, ReductionError
 from psengine.strategies.elastic.dealing import deal
+from psengine.strategies.elastic.membership import Group, Member
+from psengine.strategies.elastic.player import Player
 
 EPOCHS = 2
 
@@ -133,6 +136,16 @@ def test_whoever_lives_keeps_what_it_plays():
         played = list(former.values())
         may_stay = [min(load, played.count(worker)) for worker, load in zip(workers, loads, strict=True)]
         assert len(kept) == sum(may_stay)
+
+
+def test_who_has_a_state_that_others_do_not_know_does_not_go_on_from_it():
+    """It lacks the averages of its step, and nobody gives them to a worker without a state."""
+    members = Member(worker=0, completed=5), Member(worker=1, completed=None)
+    group = Group(members=members, collective=SimpleNamespace(rank=1))
+    player = Player(2, SimpleNamespace(has_news=True, regroup=lambda *_: group))
+    player.completed, player._step = 4, 5
+    with raises(FencedError, "expected the averages of step 5, got those of step 4"):
+        player.begin_step(5)
 
 
 def wrap(strategy: str = "sync:virtual_workers=2", **options: Any) -> Any:

@@ -198,7 +198,7 @@ class Player:
             source = checkpoints.index(newest)
             if collective.rank == source and self._checkpoints is not None and newest > 0:
                 self.state.install(self._checkpoints.load(newest), str(self._checkpoints.path(newest)))
-        self._check_in_time(newest)
+        self._check_in_time(newest, steps[collective.rank])
         mine = to_bytes(self._owners) if collective.rank == source else b""
         owners = from_bytes(collective.broadcast_bytes(mine, source, CPU, what=f"owners after step {newest}"))
         if newest - 1 in steps:
@@ -208,9 +208,10 @@ class Player:
         self._deal(group, owners)
         self.completed = newest
 
-    def _check_in_time(self, newest: int) -> None:
+    def _check_in_time(self, newest: int, known: int | None) -> None:
         """Raise FencedError where the others are so far that this worker cannot catch up inside its step."""
-        if self.completed in (None, newest) or (self.completed == newest - 1 and self._step == newest):
+        # The others give averages only where the view says that a member lacks them.
+        if self.completed in (None, newest) or (self.completed == known == newest - 1 and self._step == newest):
             return
         raise FencedError(
             f"the other workers went on without this one (expected the averages of step {newest}, got those of step"
