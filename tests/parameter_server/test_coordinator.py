@@ -807,6 +807,32 @@ def test_a_newcomer_who_is_first_at_a_restarted_coordinator_waits_for_those_who_
     assert bench.ranks == [0, 1, 2]
 
 
+def test_a_newcomer_whose_view_the_members_of_a_restarted_coordinator_have_not_seen_takes_part():
+    bench, *team = crew(ELASTIC, 2)
+    meta, seen = bench.coordinators.to_meta(), [one.view for one in team]
+    newcomer = bench.worker(2)
+    newcomer.hello()
+    assert newcomer.view.member(2)
+    bench.restart(with_disk=False)
+    bench.coordinators.restore(json.loads(json.dumps(meta)), bench.now_s)
+    for worker, view in zip(team, seen, strict=True):
+        worker.view = view
+        worker.reconnect()
+    assert bench.ranks == [0, 1]
+    newcomer.reconnect()
+    assert (bench.ranks, newcomer.view) == ([0, 1, 2], bench.view)
+    # It is in no view from here on, neither before nor after a restart.
+    put_out = newcomer.view
+    bench.deliver(bench.coordinators.evict("job", 2, bench.now_s))
+    for _ in range(2):
+        newcomer.view = put_out
+        assert refusal(newcomer.reconnect) == ErrorCode.FENCED
+        bench.restart(with_disk=True)
+        team[0].reconnect()
+        team[1].reconnect()
+    assert bench.ranks == [0, 1]
+
+
 def test_a_job_has_ended_also_for_the_run_of_a_worker_that_died():
     bench, *team = crew(ELASTIC, 2)
     other = bench.worker(2, run="another launcher's")
