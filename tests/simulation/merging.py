@@ -36,6 +36,8 @@ class MergingJob(ApplyingJob):
         self._last: dict[tuple[int, int], int] = {}  # (life of a server, chunk) -> its last decision
         # (key, process, step) that a merge names that was made while this process was out.
         self._missed: set[tuple[int, int, int]] = set()
+        # The same, where the process has the answer of a life that has ended, and says that nothing comes again.
+        self._renounced: set[tuple[int, int, int]] = set()
         self._weights: dict[tuple[int, int], float] = {}
         # By worker, the last step that it committed, and who abstained in that.
         self._committed: dict[tuple[int, int], int] = {}
@@ -105,6 +107,9 @@ class MergingJob(ApplyingJob):
     # ---- the shards --------------------------------------------------------------------------------------------
 
     def _note_push(self, process, push: Message) -> None:
+        if push.payload is None and push.sequence <= self._answered.get((process.number, push.key), 0):
+            self._renounced.add((push.key, process.number, push.sequence))
+            return
         super()._note_push(process, push)
         self._weights[process.number, push.sequence] = push.body.get("weight", 1.0)
         if not self.scenario.keeps_updates:  # a shard that went back to a snapshot has the later one of a worker's
@@ -114,8 +119,8 @@ class MergingJob(ApplyingJob):
                     self.taken[update].discard(push.key)
 
     def _may_lack(self, key: int, update: tuple[int, int]) -> bool:
-        """A restart without a log lost it, and the merge that names it was made while its worker was out."""
-        return (key, *update) in self._lost & self._missed and not self.scenario.keeps_updates
+        """A restart without a log lost it, and the merge that names it was made while its worker was out, or had it."""
+        return (key, *update) in self._lost & (self._missed | self._renounced) and not self.scenario.keeps_updates
 
     def applied(self, server, shard: Any, message: Message, outgoing: list[Any]) -> None:
         self._told.update(release.number for release in _releases_in(message))

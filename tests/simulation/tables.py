@@ -219,7 +219,8 @@ class MergingTablesJob(OfTables, MergingJob):
     def _note_push(self, process, push: Message) -> None:
         super()._note_push(process, push)
         update = process.number, push.sequence
-        self._divisors[update] = push.body["divisor"]
+        if push.payload is not None:
+            self._divisors[update] = push.body["divisor"]
         if push.body.get("overflow"):
             self._overflows.add(update)
 

@@ -196,7 +196,7 @@ class JobConnection(JobClient):
         late_s = now_s - self.heartbeat_s
         is_blocked = any(push.submitted_s <= late_s for link in self.links for push in link.sent.values())
         progress = {"completed": self.steps.completed, "blocked": is_blocked, "unreachable": self.unreachable(now_s)}
-        if self.options.is_quorum and inspector.waited_s() >= self.heartbeat_s:
+        if self.options.merges and not self.options.keeps_step and inspector.waited_s() >= self.heartbeat_s:
             progress["elsewhere"] = True
         return progress
 
@@ -309,15 +309,20 @@ class JobConnection(JobClient):
         """The servers that this worker names, for an error."""
         return f"(got {', '.join(self.options.addresses)})"
 
-    def _return_results(self, link: Link) -> None:
-        """Give a restarted shard the averages that it lost, where the view names this worker for that."""
-        view, kept = self.view, self.steps.kept
-        if view is None or view.donor != self.identity.worker or kept is None or kept.number != view.from_step - 1:
-            return
-        for push in kept.pushes if link.may_push else ():
-            answer = push.answer
-            if push.link is link and answer is not None and answer.epoch != link.epoch:
-                link.send(push.result())
+    def _make_up(self, link: Link) -> None:
+        """Tell a restarted shard of the answers that its former life gave.
+
+        The averages, where the view names this worker for that. Of a merge, that nothing comes again, by a push without
+        a payload: it would wait for this worker's next step, which may wait for another chunk's merge.
+        """
+        view, kept, averages = self.view, self.steps.kept, self.options.averages
+        steps = self.steps.open if self.options.merges else []
+        if averages and view is not None and view.donor == self.identity.worker and kept is not None:
+            steps = [kept] if kept.number == view.from_step - 1 else []
+        for push in [push for step in steps for push in step.pushes if push.link is link]:
+            if push.answer is not None and push.answer.epoch != link.epoch:
+                renounced = Message(MessageType.PUSH, key=push.key, sequence=push.step.number)
+                link.send(push.result() if averages else renounced)
 
     @override
     def receive_state_wanted(self, message: Message) -> None:
@@ -445,8 +450,6 @@ class JobConnection(JobClient):
             link.retry_at_s = now_s  # it has learnt the job's key, and will take the view
             return
         self._refresh(now_s)
-        if link.may_push:
-            self._return_results(link)
         link.pump()
 
     def is_lost(self, link: Link) -> bool:
@@ -464,7 +467,10 @@ class JobConnection(JobClient):
         is_led = self.view is not None and heard_s is not None and now_s - heard_s < self.lease_s
         may_push = is_led and not self.steps.is_frozen
         for link in self.links:
+            could_push = link.may_push
             link.may_push = may_push and link.is_up and link.has_chunks and not self.is_lost(link)
+            if link.may_push and not could_push:
+                self._make_up(link)
 
     def unreachable(self, now_s: float) -> list[int]:
         """The shards that this client could not reach for a lease."""

@@ -71,9 +71,9 @@ class SessionOptions:
         return "quorum" in rule or rule.get("max_staleness") is not None
 
     @property
-    def is_quorum(self) -> bool:
-        """Whether a step of the job has the contributions of a quorum, and not of all workers."""
-        return self.rule is not None and self.rule["name"] == "merge" and not self.keeps_step
+    def merges(self) -> bool:
+        """Whether contributions wait at the servers for those that are stepped together with them."""
+        return self.rule is not None and self.rule["name"] == "merge"
 
     @property
     def whole_rule(self) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 import zmq
-from support.scripted_peer import SPECS, Peer, T
-from support.shard_world import APPLY, AVERAGE
+from support.scripted_peer import INCARNATION, KEY, SPECS, Peer, T
+from support.shard_world import APPLY, AVERAGE, MERGE
 from support.waiting import eventually
 
 from psengine.errors import (
@@ -27,6 +27,7 @@ from psengine.parameter_server.client import reachability
 from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession, wait_all
 from psengine.protocol.frames import encode
 from psengine.protocol.messages import Message
+from psengine.protocol.views import View, ViewMember, message_of
 
 
 @contextlib.contextmanager
@@ -120,6 +121,27 @@ def test_a_store_waits_until_a_shard_that_lost_its_chunks_within_one_life_has_th
         greetings, before, peer.script[T.STORE] = peer.seen[T.RESUME], peer.resumed(), store
         peer.resumed = lambda: {**before, "chunks": peer.seen[T.REGISTER]}
         session.store(0, torch.ones(SPECS[0].numel)).wait()
+
+
+def test_a_shard_that_lost_a_merge_hears_that_what_it_answered_does_not_come_again():
+    def answer(peer, route, message):
+        if message.payload is None:
+            renounced.append((message.key, message.sequence))
+        return peer.answer(message) if (message.key == 0) == (peer.epoch == 1) and message.payload is not None else None
+
+    def view(peer, route, message):
+        return message_of(View(2, 1, (ViewMember(0, INCARNATION, "", 1),), (2,)), KEY, message.job)
+
+    renounced = []
+    with connected(rule=MERGE) as (peer, session):
+        before, peer.script[T.PUSH] = peer.resumed(), answer
+        pushes = [push(session, key)[0] for key in (0, 1)]
+        pushes[0].wait()
+        peer.epoch, peer.script[T.HEARTBEAT] = 2, view
+        peer.resumed = lambda: {**before, "view": 2, "view_epoch": 1, "missing": [1]}
+        pushes[1].wait()
+        eventually(lambda: renounced)
+    assert set(renounced) == {(0, 1)}
 
 
 def test_no_answer_until_the_deadline_names_everything():

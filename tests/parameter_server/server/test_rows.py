@@ -66,6 +66,12 @@ def test_a_merge_that_overflows_may_name_who_has_left():
     assert workers[0].take(MessageType.UPDATED)[0].body == {"refused": "overflow"}
 
 
+def test_who_brings_nothing_to_a_merge_needs_no_learning_rate():
+    _, workers = world_of(2, [table()], rule=MERGE | {"quorum": 2})
+    workers[0].push_rows(0, 1, ids_of(3), torch.ones(1, 4))
+    assert workers[1].push(0, 1, None)[0].body == {"refused": "abstained"}
+
+
 def test_rows_asked_for_ahead_are_held_one_step_earlier():
     world, workers = world_of(2, [table()], rule=APPLY | {"max_staleness": 1})
     row = torch.ones(1, 4)

@@ -229,7 +229,7 @@ class MergedRows(Merge, Rows):
     @override
     def push(self, contribution: Contribution) -> list[Reply]:
         due = {pair for pairs in self.due.values() for pair in pairs}
-        for one in self.here.values():
+        for one in self.here.values() if contribution.values is not None else ():
             # Those of a merge that is decided, which this is no part of, may be of another step of a schedule.
             if (one.rank, one.step) not in due and one.rank != contribution.rank and one.lr != contribution.lr:
                 raise ProtocolError(
