@@ -11,7 +11,7 @@ import pytest
 import torch
 import zmq
 from support.scripted_peer import INCARNATION, KEY, SPECS, Peer, T
-from support.shard_world import APPLY, AVERAGE, MERGE
+from support.shard_world import APPLY, AVERAGE, MERGE, SGD
 from support.waiting import eventually
 
 from psengine.errors import (
@@ -23,7 +23,7 @@ from psengine.errors import (
     ServerRefusedError,
 )
 from psengine.parameter_server import sockets
-from psengine.parameter_server.client import reachability
+from psengine.parameter_server.client import link, reachability
 from psengine.parameter_server.client.worker_session import SessionOptions, WorkerSession, wait_all
 from psengine.protocol.frames import encode
 from psengine.protocol.messages import Message
@@ -142,6 +142,14 @@ def test_a_shard_that_lost_a_merge_hears_that_what_it_answered_does_not_come_aga
         pushes[1].wait()
         eventually(lambda: renounced)
     assert set(renounced) == {(0, 1)}
+
+
+def test_a_request_that_carries_nothing_waits_for_no_credit(monkeypatch):
+    monkeypatch.setattr(link, "REQUESTED_BYTES", 1)
+    with connected() as (peer, session):
+        peer.script[T.PULL] = lambda *_: None
+        session.pull(0)
+        session.configure(0, {"optimizer": "SGD", "groups": [SGD], "runs": [[0, 64, 0]]}).wait()
 
 
 def test_no_answer_until_the_deadline_names_everything():
