@@ -44,7 +44,7 @@ CHUNKS = 8
 ELEMENTS = 2048  # of a chunk, the first of which count: what is on its way is more than the kernel's buffers hold
 SERVERS = 2
 SHARDS = 2  # of each
-LEASE_S = 1.0
+LEASE_S = 4.0  # which a server that starts again waits for the workers that it does not know
 PATIENCE_S = 30.0
 # What is told of a loss is the difference of two versions. Chunks differ by the steps that are under way, and workers
 # by what they have heard.
@@ -116,7 +116,7 @@ class Pairs:
         self._context = context
         self._options = [
             [
-                {"bind": f"ipc://{directory}/{number}{side}", "shards": SHARDS, "lease_s": 2 * LEASE_S}
+                {"bind": f"ipc://{directory}/{number}{side}", "shards": SHARDS, "lease_s": 10.0}
                 | {"election": f"launcher={directory}/{number}", **options(number, side)}
                 for side in range(2)
             ]
@@ -478,7 +478,7 @@ class FailoverTrial(AsyncTrial):
         self._leader(number, 1 - leader)
 
     def _both(self, number: int, leader: int) -> None:
-        self._kill(number, *self._chooser.sample([0, 1], 2), within_s=2 * LEASE_S)
+        self._kill(number, *self._chooser.sample([0, 1], 2), within_s=2.0)
 
 
 def run_failover(
