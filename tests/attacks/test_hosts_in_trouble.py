@@ -158,7 +158,7 @@ def test_a_cut_link_that_heals_leaves_the_weights_as_they_would_be(tmp_path, str
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", OVER_SERVERS[:3])
 def test_a_cut_of_the_servers_link_for_two_leases_ends_nobody(tmp_path, strategy):
-    lease_s, hold = 2.0, Hold(tmp_path / "hold", 8)
+    lease_s, hold = 6.0, Hold(tmp_path / "hold", 8)
     plan = {"steps": 60, "pause_s": 0.15, "holds": {strategy: hold.description}}
     with worker_processes(tmp_path, [strategy], lease_s=lease_s, **plan) as trained:
         trained.await_step(strategy, 3)
@@ -193,7 +193,7 @@ def test_who_is_beyond_a_link_that_stays_cut_is_named(tmp_path, strategy, collec
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", OVER_SERVERS[:4])
 def test_a_worker_beyond_a_link_that_stays_cut_names_the_server_and_the_others_go_on(tmp_path, strategy):
-    with worker_processes(tmp_path, [strategy], timeout_s=4.0, lease_s=1.0) as trained:
+    with worker_processes(tmp_path, [strategy], timeout_s=16.0, lease_s=10.0) as trained:
         trained.await_step(strategy, 3)
         trained.hosts[2].cut()
         outcome = trained.outcome(strategy, 1)
@@ -211,8 +211,8 @@ def test_data_that_fills_a_link_starves_neither_heartbeats_nor_roll_calls(tmp_pa
     """
     columns = 40_000 if strategy == "sync" else 20_000
     link = {"rate": "10mbit", "round_trip_s": 0.02}
-    timing = (120.0, 30.0) if strategy == "sync" else (15.0, 5.0)
-    options = {"timeout_s": timing[0], "lease_s": 2.0, "stall_s": timing[1]}
+    timing = (120.0, 15.0) if strategy == "sync" else (15.0, 5.0)
+    options = {"timeout_s": timing[0], "lease_s": 10.0, "stall_s": timing[1]}
     with worker_processes(tmp_path, [strategy], columns=columns, **options, **link) as trained:
         trained.await_step(strategy, 1, timeout_s=250)
         for process in trained.processes:

@@ -155,7 +155,7 @@ def run(name, torch_config, folder, *, epochs=3, failures=2, **options):
 
 
 def async_config(strategy="async", **options):
-    return PSEngineConfig(strategy, server_options={"snapshot_interval_s": 0.2, "lease_s": 1.0}, **options)
+    return PSEngineConfig(strategy, server_options={"snapshot_interval_s": 0.2, "lease_s": 10.0}, **options)
 
 
 def run_page():
