@@ -238,9 +238,12 @@ OF_WORKERS = ("kill worker", "stop worker", "zombie", "evict")
 CUTS_OF_ALL = 0.04
 STRANGERS = 0.25  # the share of seeds that have one
 NEWCOMERS = 0.15  # ... of elastic ones where one is first at a server that restarts
+MEETINGS = 0.1  # ... where the lead dies as members meet
 LITTLE_ROOM = 0.25  # in so many jobs whose servers average
 LATE_COMMITS = 0.2  # in so many jobs whose servers merge, without followers
+DEATHS_OF_ALL = 0.2  # ... of the others lead and workers die as a merge is answered
 ANSWERS = 0.3  # with followers, a leader dies as it answers, in so many of the jobs whose servers step or merge
+LONE_LEADERS = 0.15  # with followers, a leader reaches neither its follower nor the elector
 OF_DISKS = ("fsync fails", "disk full", "bits flip")
 READERS = 0.2  # in so many scenarios
 LATER_RUNS = 0.2  # in so many scenarios
@@ -297,7 +300,7 @@ def _with_late_commits(scenario: Scenario) -> Scenario:
     """What workers bring is committed after a restart has lost it, and before they bring it again."""
     rng = random.Random(f"late commits {scenario.seed}")
     if rng.random() > LATE_COMMITS:
-        return scenario
+        return _with_deaths_of_all(scenario)
     slow = Fault("slow", round(rng.uniform(0.3, 2.0), 3), round(rng.uniform(2.5, 4.0), 3), detail=0.3)
     at_s = round(slow.at_s + rng.random() * slow.lasts_s / 2, 3)
     return replace(
@@ -312,6 +315,24 @@ def _with_late_commits(scenario: Scenario) -> Scenario:
         joins_s=(),
         leaves=(),
         faults=(slow, Fault("kill server", at_s, 0.1, server=1, detail=0.7, on="ECHOED")),
+    )
+
+
+def _with_deaths_of_all(scenario: Scenario) -> Scenario:
+    """Lead and workers die as a merge is answered: what was decided has to be in the log."""
+    rng = random.Random(f"deaths of all {scenario.seed}")
+    if rng.random() > DEATHS_OF_ALL:
+        return scenario
+    at_s, detail = round(rng.random(), 3), round(rng.random(), 3)
+    death = Fault("kill lead", at_s, 0.1, detail=detail, on="UPDATED")
+    return replace(
+        scenario,
+        servers=max(2, scenario.servers),
+        chunks=max(2, scenario.chunks),
+        latency_s=(0.0005, 0.002),
+        snapshot_s=1.0,
+        keeps_log=True,
+        faults=(death, death._replace(kind="kill workers")),
     )
 
 
@@ -424,6 +445,12 @@ def _with_followers(scenario: Scenario) -> Scenario:
         death = Fault("kill leader", at_s, 2 * scenario.lease_s, 0, slow.server, detail, "UPDATED")
         others, mine = [], [slow, death]
         scenario = replace(scenario, think_s=0.05, latency_s=(0.0005, 0.002), elector_s=0.005)
+    alone = random.Random(f"alone {scenario.seed}")
+    if alone.random() < LONE_LEADERS:
+        at_s, lasts_s = round(alone.uniform(0.2, 1.5), 3), round(alone.uniform(2, 4) * scenario.lease_s, 3)
+        server, detail = alone.randrange(scenario.servers), round(0.7 * alone.random(), 3)
+        cut = Fault("cut servers", at_s, lasts_s, 0, server, detail, alone.choice(("PUSH", "VIEW", "COMMIT")))
+        others, mine = [], [cut, cut._replace(kind="cut elector")]
     return replace(scenario, faults=tuple(sorted([*others, *mine], key=lambda fault: fault.at_s)))
 
 
@@ -528,6 +555,9 @@ def _draw_elastic(seed: int) -> Scenario:
     )
     count = rng.choice((0, 1, 1, 2, 2, 3, 4, 6))
     faults = sorted((_draw_elastic_fault(rng, scenario) for _ in range(count)), key=lambda fault: fault.at_s)
+    if (meets := random.Random(f"meetings {seed}")).random() < MEETINGS:
+        at_s, lasts_s = meets.choice((0.0, *scenario.joins_s)), round(meets.uniform(0.1, 0.5), 3)
+        faults.append(Fault("kill lead", at_s, lasts_s, detail=round(meets.random(), 3), on="MEET"))
     scenario = replace(scenario, faults=tuple(faults))
     return _with_first_newcomer(scenario) if random.Random(f"newcomer {seed}").random() < NEWCOMERS else scenario
 
