@@ -15,7 +15,6 @@ plant("a client does not freeze", JobConnection, "freeze", constant(None))
 plant("a client does not push again what a view took back", Steps, "take_back", constant([]))
 plant("a client does not send again what is missing", Link, "requeue", constant(None))
 plant("a gradient that does not count changes a residual", ChunkEncoder, "end", constant(None))
-plant("a donor returns no averages", JobConnection, "_return_results", constant(None))
 plant("a client sends no heartbeats", Control, "beat", constant(None))
 
 
@@ -25,6 +24,12 @@ def _unless(kind: MessageType) -> Bug:
 
 plant("a client keeps releases to itself", Link, "send", _unless(MessageType.RELEASE))
 plant("a client keeps views to itself", Link, "send", _unless(MessageType.VIEW))
+
+
+@plant("a donor returns no averages", JobConnection, "_make_up")
+def _return_nothing(make_up, self, link):
+    if not self.options.averages:
+        make_up(self, link)
 
 
 @plant("a client says after a restart that nothing is open", Link, "say_hello")
