@@ -205,22 +205,23 @@ def test_a_worker_beyond_a_link_that_stays_cut_names_the_server_and_the_others_g
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("strategy", ["sync", "sync-server", "async", "diloco-server:every=1,quorum=2"])
 def test_data_that_fills_a_link_starves_neither_heartbeats_nor_roll_calls(tmp_path, strategy):
-    """10 Mbit/s and round trips of 20 ms: an all-reduce takes 37 s, the pushes of both workers 28 s and more.
+    """10 Mbit/s and round trips of 20 ms: an all-reduce takes 56 s, the pushes of both workers 28 s and more.
 
     A server's deadline is shorter: it runs only while nothing moves.
     """
-    columns = 40_000 if strategy == "sync" else 20_000
+    columns = 60_000 if strategy == "sync" else 20_000
     link = {"rate": "10mbit", "round_trip_s": 0.02}
-    timing = (120.0, 15.0) if strategy == "sync" else (15.0, 5.0)
+    timing = (120.0, 30.0) if strategy == "sync" else (15.0, 5.0)
     options = {"timeout_s": timing[0], "lease_s": 10.0, "stall_s": timing[1]}
     with worker_processes(tmp_path, [strategy], columns=columns, **options, **link) as trained:
         trained.await_step(strategy, 1, timeout_s=250)
-        for process in trained.processes:
-            waits = [line for line in process.stderr.splitlines() if " has waited " in line]
-            assert waits, "nothing took long"
-            for wait in waits:
-                assert not re.search("Missing|waits for another|does not answer", wait), wait
-            assert not re.search("fenced|rejoin|lease|Lost", process.stderr), process.stderr
+        said = "\n".join(process.stderr for process in trained.processes)
+        waits = [line for line in said.splitlines() if " has waited " in line]
+        # Of ranks that wait for each other the first alone says so, if roll calls come through.
+        assert waits, "nothing took long"
+        for wait in waits:
+            assert not re.search("Missing|waits for another|does not answer", wait), wait
+        assert not re.search("fenced|rejoin|lease|Lost", said), said
         for server in trained.servers:
             assert "lease" not in server.stdout + server.stderr, server.stderr
             shown = trained.hosts[0].run([*STATUS, f"tcp://127.0.0.1:{PORT}"])
