@@ -76,7 +76,6 @@ class JobConnection(JobClient):
 
     def __init__(self, options: SessionOptions, runtime: Runtime) -> None:
         self.links: list[Link] = []
-        self.has_all_links = False
         self.chunks = ChunkMap()
         self.state = ""
         self.registration_number = 0
@@ -84,7 +83,7 @@ class JobConnection(JobClient):
         self.has_state = self.has_changed = self.is_entering = self.is_leaving = self.has_failed = False
         self.configured: dict[int, dict[str, Any]] = {}
         self.fenced: FencedError | None = None
-        self.has_asked = False
+        self.has_asked = self.has_all_links = False
         self.state_request: Message | None = None
         self.steps = Steps(lambda step: self.transport.do(self._close_step, step), is_shared=options.averages)
         self._awaited_view = 0  # its number or a later one ends what PREPARE has frozen; 0 where nothing is

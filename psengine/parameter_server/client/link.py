@@ -142,17 +142,16 @@ class Link(Channel):
 
     @override
     def _send_request(self, request: Request) -> None:
-        former_bytes, size_bytes = self._requested_bytes, request.size_bytes
+        sum_bytes = self._requested_bytes + request.size_bytes
         # What carries nothing waits for no credit: CONFIGURE has to come before the pushes, which have their own.
-        has_credit = not (former_bytes and size_bytes) or former_bytes + size_bytes <= REQUESTED_BYTES
-        if request.is_sent or not self.is_up or not has_credit:
+        if request.is_sent or not self.is_up or 0 < request.size_bytes < sum_bytes > REQUESTED_BYTES:
             return
         lacks_values = self.job.view is not None and (not self.has_chunks or self.job.is_lost(self))
         if request.message.type in _OF_VALUES and lacks_values:
             return
         if request.follows_pushes and (self.waiting or not self.may_push):
             return
-        self._requested_bytes += size_bytes
+        self._requested_bytes = sum_bytes
         super()._send_request(request)
 
     def _return_credit(self, request: Request) -> None:
