@@ -7,12 +7,12 @@ and that Ctrl-C came.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,7 +50,7 @@ def install_hook() -> None:
             }
             message = {"message": f"{kind.__name__}: {error}", "extraInfo": details}
             new = Path(f"{file}.new")
-            with suppress(OSError):
+            with contextlib.suppress(OSError):
                 new.write_text(json.dumps({"message": message}))
                 new.replace(file)  # at once: the agent may read it, or end this process, at any time
         if not is_short:
@@ -73,5 +73,6 @@ def describe(error: BaseException) -> str:
 def _is_users(filename: str) -> bool:
     import torch
 
-    libraries = Path(str(torch.__file__)).parent, Path(__file__).parent.parent
+    # Through contextlib an error leaves a context manager of ours.
+    libraries = Path(str(torch.__file__)).parent, Path(__file__).parent.parent, Path(contextlib.__file__)
     return not filename.startswith("<") and not any(map(Path(filename).is_relative_to, libraries))

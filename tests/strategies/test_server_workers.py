@@ -19,6 +19,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn import functional as F
 
 import psengine
+from psengine.environment.uncaught import describe
 from psengine.errors import ConfigurationError, ServerLostError, ServerRefusedError
 
 
@@ -57,7 +58,7 @@ def trained_at(rank: int, world_size: int, address: str, strategy: str, variable
     try:
         wrapped = psengine.DistributedDataParallel(model, strategy=strategy)
     except ConfigurationError as error:
-        return str(error), None
+        return describe(error), None
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(wrapped.parameters(), lr=0.1), wrapped)
     found = table_training.rows_of(model)[0] if strategy == "sync" else model.wide.weight.detach().clone()
     wrapped(*data).sum().backward()
@@ -79,6 +80,7 @@ def test_another_run_does_not_go_on_from_a_kept_servers_values_unasked(strategy,
         server.kill()
         with running_server(bind=address, **kept):
             refused, _ = run(PSENGINE_RUN_NAME="second")
+            assert refused.startswith(__file__)  # the user's line, and no library's
             assert "were trained by first" in refused
             assert "psengine run --continue" in refused
             said, found = run(PSENGINE_RUN_NAME="second", PSENGINE_CONTINUE="1")
