@@ -1,4 +1,4 @@
-"""The simulator finds bugs that are planted: README.md has the table."""
+"""The simulator finds bugs that are planted: see ``planted.py``."""
 
 from __future__ import annotations
 

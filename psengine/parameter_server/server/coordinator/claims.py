@@ -83,8 +83,8 @@ class Claims:
                 ErrorCode.FENCED,
             )
         raise ProtocolError(
-            f"job {self._job.name!r} is lost: its lead server has restarted without the weights that this worker"
-            f" trained (durability {self._settings.durability}). Start all anew from a checkpoint.",
+            f"job {self._job.name!r} is lost: its lead server has restarted without its weights (durability"
+            f" {self._settings.durability}). Start all anew, from a checkpoint if there is one.",
             ErrorCode.STATE_LOST,
         )
 
