@@ -39,8 +39,10 @@ from psengine.environment.processes import has_exited, process_state, process_ta
 from psengine.environment.threads import Result, begin
 
 POLL_INTERVAL_S = 0.1
-# A question and its answer take a millisecond; a second is much even over a link that data fills.
+# How long a look for alarms is waited for: the wait for data goes on meanwhile.
 LOOK_S = 1.0
+# What is asked for a report takes ten round trips: a millisecond each, or half a second over a link that data fills.
+REPORT_S = 5.0
 # How long the store may keep silent while no operation has failed: shorter cuts of a link heal.
 PATIENCE_S = 60.0
 QUESTION = "psengine/question"
@@ -95,8 +97,7 @@ class Liveness:
         self._patience_s = patience_s
         self._here = Process(os.getpid(), process_table(), socket.gethostname())
         self._processes = {rank: self._here}  # as far as they are known, by rank
-        self._settled_alarm = 0
-        self._raised_alarm = 0
+        self._settled_alarm = self._raised_alarm = 0
         # By thread, its question that the store has not answered.
         self._pending: dict[int, Future[Any]] = {}
         # A look for alarms that has no answer yet, and when it began.
@@ -111,7 +112,7 @@ class Liveness:
 
     def ask(self) -> int:
         """Ask all ranks where they are; return the question's number."""
-        return self._ask(self._count_up, LOOK_S)
+        return self._ask(self._count_up, REPORT_S)
 
     def answer(self, position: str, answered: int) -> int:
         """Write where this rank waits, if there is a question after number ``answered``; return the latest's number."""
@@ -119,7 +120,7 @@ class Liveness:
         def write_if_asked() -> int:
             return self._write_row(position) if self._count_at(QUESTION) > answered else answered
 
-        return self._ask(write_if_asked, LOOK_S)
+        return self._ask(write_if_asked, REPORT_S)
 
     def answers(self, question: int) -> Mapping[int, str]:
         """By rank, where those wait that answered ``question`` or a later one."""
@@ -129,7 +130,7 @@ class Liveness:
             rows = {rank: self._row(rank) for rank in self._processes}
             return {rank: position for rank, (number, position) in rows.items() if number >= question}
 
-        return self._ask(read, LOOK_S)
+        return self._ask(read, REPORT_S)
 
     def first_choice(self, what: str, mine: str) -> str:
         """What the first rank has chosen that asks for ``what``; ``mine``, if that is this one."""

@@ -111,7 +111,6 @@ class Relay:
 
 
 def main() -> None:
-    os.nice(-20)  # a machine that is too busy is no slower network
     bits_per_s, one_way_s, mtu, prefix, *hosts = sys.argv[1:]
     links = {}
     for host in hosts:
