@@ -239,6 +239,7 @@ CUTS_OF_ALL = 0.04
 STRANGERS = 0.25  # the share of seeds that have one
 NEWCOMERS = 0.15  # ... of elastic ones where one is first at a server that restarts
 MEETINGS = 0.1  # ... where the lead dies as members meet
+DAMAGE = 0.15  # ... of those with checkpoints where a bit of one flips
 LITTLE_ROOM = 0.25  # in so many jobs whose servers average
 LATE_COMMITS = 0.2  # in so many jobs whose servers merge, without followers
 DEATHS_OF_ALL = 0.2  # ... of the others lead and workers die as a merge is answered
@@ -558,6 +559,9 @@ def _draw_elastic(seed: int) -> Scenario:
     if (meets := random.Random(f"meetings {seed}")).random() < MEETINGS:
         at_s, lasts_s = meets.choice((0.0, *scenario.joins_s)), round(meets.uniform(0.1, 0.5), 3)
         faults.append(Fault("kill lead", at_s, lasts_s, detail=round(meets.random(), 3), on="MEET"))
+    if (flips := random.Random(f"flips {seed}")).random() < DAMAGE and scenario.checkpoint_steps:
+        at_s, lasts_s = round(flips.uniform(0.3, 2.0), 3), round(flips.uniform(0.1, 1.0), 3)
+        faults.append(Fault("bits of a checkpoint flip", at_s, lasts_s, flips.randrange(workers)))
     scenario = replace(scenario, faults=tuple(faults))
     return _with_first_newcomer(scenario) if random.Random(f"newcomer {seed}").random() < NEWCOMERS else scenario
 

@@ -1,4 +1,4 @@
-"""The simulator finds bugs that are planted: see ``planted.py``."""
+"""The simulator finds bugs that are planted: see ``planted/``."""
 
 from __future__ import annotations
 
