@@ -123,6 +123,11 @@ def under_collectives(directory: Path) -> Values:
     strategies = (strategy(find_unused_parameters=True) for strategy in (DDPStrategy, PSEngineStrategy))
     assert_equal(*(trained(strategy, directory, **accumulating) for strategy in strategies))
     assert_equal(fit_twice(DDPStrategy(), directory), fit_twice("psengine", directory))
+    trainer, sharded = fit(PSEngineStrategy("sync:shard_optimizer=true"), directory)
+    assert_equal(values(native.network), values(sharded.network))
+    trainer.save_checkpoint(directory / "sharded.ckpt")
+    (saved,) = torch.load(directory / "sharded.ckpt", weights_only=True)["optimizer_states"]
+    assert len(saved["state"]) == len(list(sharded.network.parameters()))
     return values(native.network)
 
 
