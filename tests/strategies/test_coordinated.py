@@ -62,7 +62,7 @@ def test_whoever_dies_the_weights_are_those_of_the_undisturbed_run(tmp_path):
     arguments = ["run", "--workers", "3", *INDEPENDENT, "--server-option", "lease_s=2", SCRIPT, "0.02"]
     hold = Hold(tmp_path, 40)
     with running_command(arguments, environment=hold.environment) as command:
-        first, second = process_of(command, 0, 5), process_of(command, 1, 5)
+        first, second, _ = (process_of(command, worker, 5) for worker in range(3))
         os.kill(first, signal.SIGKILL)
         os.kill(second, signal.SIGSTOP)
         command.wait_until(lambda: re.search(r"worker 2 step 1[0-9]", command.stdout))
