@@ -36,10 +36,6 @@ def most(numbers: Iterable[Any]) -> Any:
     return max((number for number in numbers if number is not None), default=None)
 
 
-def _all_of(sets: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(sorted(set().union(*sets)))
-
-
 def _exported(kind: str, text: str, *, name: str = "", merge: Callable[..., Any] | None = None, **default: Any) -> Any:
     """A number that /metrics exports as a "gauge" or "counter", by default under the field's name."""
     return field(metadata={"kind": kind, "text": text, "name": name, "merge": merge}, **default)
@@ -90,7 +86,7 @@ class ShardWorker:
     pushes: int = _merged(sum, default=0)
     refused: int = _merged(sum, default=0)
     step: int | None = _gauge("Steps completed.", merge=most, default=None)
-    waiting_for: tuple[int, ...] = _merged(_all_of, default=())
+    waiting_for: tuple[int, ...] = _merged(lambda sets: tuple(sorted(set().union(*sets))), default=())
     staleness: Mapping[int, int] = _merged(added, default_factory=dict)
 
 

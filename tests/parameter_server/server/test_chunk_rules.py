@@ -137,6 +137,18 @@ def test_what_does_not_count_is_answered_at_once_and_not_waited_for():
     assert list(workers[1].updates()) == [1]
 
 
+def test_a_decided_merge_takes_nothing_of_who_gets_a_rank_later():
+    """A coordinator that restarted has forgotten step 1, and gives it to the newcomer once more."""
+    world, workers = world_of(2, [spec()], rule=MERGE)
+    workers[1].push(0, 1, torch.ones(4))
+    world.release(workers, 1, contributors=((0, 1), (1, 1)))
+    newcomer = Worker(world, 0, rule=workers[0].rule, incarnation=60)
+    world.publish([newcomer, workers[1]])
+    assert list(workers[1].updates()) == [1]
+    newcomer.resume()
+    assert newcomer.push(0, 1, torch.full((4,), 9.0)) == []
+
+
 def test_msgspec_learns_what_a_rule_keeps_before_several_shards_restore_it():
     """Two threads that meet a type first at the same moment crash it."""
 

@@ -84,17 +84,22 @@ class Merge(Apply):
 
     @override
     def adopt(self, view: View) -> list[Reply]:
-        """Contributions of workers that left are dropped, unless a merge that was decided has them."""
+        """Contributions of workers that left are dropped, unless a merge that was decided has them.
+
+        A merge that was decided before has none of who gets a rank now: a restart that forgot it may name a step again.
+        """
+        former = {rank: known.incarnation for rank, known in self.workers.items()}
         super().adopt(view)
+        first = {one.rank: one.first_step for one in view.members if former.get(one.rank) != one.incarnation}
+        for number, pairs in self.due.items():
+            self.due[number] = tuple(pair for pair in pairs if pair[1] < first.get(pair[0], pair[1] + 1))
         for release in view.releases:
             self._note_due(release)
         named = {pair for pairs in self.due.values() for pair in pairs}
         members = {(member.rank, member.incarnation) for member in view.members}
-        self.here = {
-            rank: one
-            for rank, one in self.here.items()
-            if (rank, one.incarnation) in members or (rank, one.step) in named
-        }
+        for rank, one in list(self.here.items()):
+            if (rank, one.incarnation) not in members and (rank, one.step) not in named:
+                del self.here[rank]
         return self._merge_due()
 
     def _note_due(self, release: Release) -> None:
