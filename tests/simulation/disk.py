@@ -153,13 +153,14 @@ class SimulatedDisk:
         for _, content in sorted(names.items()):
             content.lose_power(self._rng)
 
-    def flip_bit(self, last_bytes: int = ROOM_BYTES) -> str:
-        """One bit of one file's last bytes becomes another; the file's name, "" where there is none."""
+    def flip_bit(self, last_bytes: int | None = None) -> str:
+        """One bit of one file, or of its last bytes, becomes another; the file's name, "" where there is none."""
         files = [(name, content) for name, content in sorted(self._names.items()) if content.data]
         if not files:
             return ""
         name, content = self._rng.choice(files)
-        place = self._rng.randrange(8 * max(0, len(content.data) - last_bytes), 8 * len(content.data))
+        first = 0 if last_bytes is None else max(0, len(content.data) - last_bytes)
+        place = self._rng.randrange(8 * first, 8 * len(content.data))
         content.data[place // 8] ^= 1 << place % 8
         return name
 

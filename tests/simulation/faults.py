@@ -208,7 +208,7 @@ def _fail_checkpoint(world, fault: Fault) -> None:
 
 def _flip_checkpoint(world, fault: Fault) -> None:
     """A bit of a checkpoint flips, among its values mostly, and all workers have to read theirs."""
-    world.training.job.disk_of(fault.rank).flip_bit(*[128] * (fault.detail < 0.8))
+    world.training.job.disk_of(fault.rank).flip_bit(last_bytes=128 if fault.detail < 0.8 else None)
     world.training.job.excused.update((0, fault.rank))
     _kill_workers(world, fault)
 

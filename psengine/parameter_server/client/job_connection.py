@@ -308,11 +308,12 @@ class JobConnection(JobClient):
         """The servers that this worker names, for an error."""
         return f"(got {', '.join(self.options.addresses)})"
 
-    def _make_up(self, link: Link) -> None:
-        """Tell a restarted shard of the answers that its former life gave.
+    def _report_answers(self, link: Link) -> None:
+        """Report to a restarted shard the answers that its former life gave to this worker.
 
-        The averages, where the view names this worker for that. Of a merge, that nothing comes again, by a push without
-        a payload: it would wait for this worker's next step, which may wait for another chunk's merge.
+        The view's donor returns the averages. Under "merge" a worker renounces each answered chunk of its open steps,
+        by a push without a payload. Else the merge would wait for the worker's next step, and that step for another
+        merge.
         """
         view, kept, averages = self.view, self.steps.kept, self.options.averages
         steps = self.steps.open if self.options.merges else []
@@ -469,7 +470,7 @@ class JobConnection(JobClient):
             could_push = link.may_push
             link.may_push = may_push and link.is_up and link.has_chunks and not self.is_lost(link)
             if link.may_push and not could_push:
-                self._make_up(link)
+                self._report_answers(link)
 
     def unreachable(self, now_s: float) -> list[int]:
         """The shards that this client could not reach for a lease."""

@@ -26,10 +26,10 @@ plant("a client keeps releases to itself", Link, "send", _unless(MessageType.REL
 plant("a client keeps views to itself", Link, "send", _unless(MessageType.VIEW))
 
 
-@plant("a donor returns no averages", JobConnection, "_make_up")
-def _return_nothing(make_up, self, link):
+@plant("a donor returns no averages", JobConnection, "_report_answers")
+def _return_nothing(report, self, link):
     if not self.options.averages:
-        make_up(self, link)
+        report(self, link)
 
 
 @plant("a client says after a restart that nothing is open", Link, "say_hello")

@@ -86,13 +86,14 @@ class Merge(Apply):
     def adopt(self, view: View) -> list[Reply]:
         """Contributions of workers that left are dropped, unless a merge that was decided has them.
 
-        A merge that was decided before has none of who gets a rank now: a restart that forgot it may name a step again.
+        An earlier decision names nobody whom this view admits. A coordinator that lost the decision in a restart may
+        give the newcomer a step that the decision names.
         """
         former = {rank: known.incarnation for rank, known in self.workers.items()}
         super().adopt(view)
         first = {one.rank: one.first_step for one in view.members if former.get(one.rank) != one.incarnation}
         for number, pairs in self.due.items():
-            self.due[number] = tuple(pair for pair in pairs if pair[1] < first.get(pair[0], pair[1] + 1))
+            self.due[number] = tuple((rank, step) for rank, step in pairs if rank not in first or step < first[rank])
         for release in view.releases:
             self._note_due(release)
         named = {pair for pairs in self.due.values() for pair in pairs}
