@@ -73,10 +73,10 @@ def is_at_work(shard: Any, number: int) -> bool:
     return bool(shard._connected(shard.jobs[number]))
 
 
-def last_merge(shard: Any, job: int, key: int) -> int:
-    """The number of the last decision that a chunk has merged."""
-    rule = _rules(shard, job).get(key)
-    return 0 if rule is None else rule.merged
+def merges(shard: Any, job: int, key: int) -> tuple[int, frozenset[int]]:
+    """The number of the last decision that a chunk has merged, and of those that it is yet to merge."""
+    rule = _rules(shard, job)[key]
+    return rule.merged, frozenset(rule.due)
 
 
 def knows(shard: Any, job: int, key: int, rank: int, incarnation: int, step: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -33,7 +32,9 @@ class MergingJob(ApplyingJob):
         # By decision and chunk, the contributions that were merged.
         self._updates: dict[int, dict[int, Updates]] = defaultdict(dict)
         self._told: set[int] = set()  # decisions that a shard has heard of
-        self._last: dict[tuple[int, int], int] = {}  # (life of a server, chunk) -> its last decision
+        # (life of a server, chunk) -> the last decision that it has merged, and those that are due there.
+        self._stood: dict[tuple[int, int], tuple[int, frozenset[int]]] = {}
+        self._made: dict[int, list[int]] = {}  # by chunk of the shard at work, the decisions that it has just merged
         # (key, process, step) that a merge names that was made while this process was out.
         self._missed: set[tuple[int, int, int]] = set()
         # The same, where the process has the answer of a life that has ended, and says that nothing comes again.
@@ -123,22 +124,36 @@ class MergingJob(ApplyingJob):
         return (key, *update) in self._lost & (self._missed | self._renounced) and not self.scenario.keeps_updates
 
     def applied(self, server, shard: Any, message: Message, outgoing: list[Any]) -> None:
-        self._told.update(release.number for release in _releases_in(message))
+        said = {release.number for release in _releases_in(message)}
+        self._told.update(said)
+        self._note_made(server, shard, said)
         super().applied(server, shard, message, outgoing)
         members = inspection.members(shard, self.world.number)
-        for key in inspection.versions(shard, self.world.number):
-            first, last = self._last.get((server.epoch, key), 0), inspection.last_merge(shard, self.world.number, key)
-            for update in set().union(*(self._decided[one] for one in self._decided if first < one <= last)):
+        for key, made in self._made.items():
+            for update in set().union(*(self._decided.get(one, ()) for one in made)):
                 process = self.world.all_processes[update[0]]
                 if (process.rank, process.incarnation) not in members:
                     self._missed.add((key, *update))
-            self._last[server.epoch, key] = last
 
     def server_started(self, server) -> None:
         super().server_started(server)
         for shard in server.shards:
-            for key in inspection.versions(shard, self.world.number):
-                self._last[server.epoch, key] = inspection.last_merge(shard, self.world.number, key)
+            self._note_made(server, shard, set())
+
+    def _note_made(self, server, shard: Any, said: set[int]) -> None:
+        """Which decisions each chunk has merged: those that were due there, or that it hears of now.
+
+        Values do not tell: a shard skips what it hears of after a later decision, and others name the same pushes.
+        Where updates last, nothing may be skipped that any shard was told of.
+        """
+        self._made.clear()
+        if self.scenario.keeps_updates:
+            said = self._told
+        for key in inspection.versions(shard, self.world.number):
+            last, due = inspection.merges(shard, self.world.number, key)
+            first, former = self._stood.get((server.epoch, key), (0, frozenset()))
+            self._made[key] = sorted(number for number in former | said if first < number <= last)
+            self._stood[server.epoch, key] = last, due
 
     def _begin(self, server, key: int, version: int, values: Values) -> None:
         super()._begin(server, key, version, values)
@@ -147,26 +162,19 @@ class MergingJob(ApplyingJob):
 
     def _take(self, server, shard: Any, key: int, version: int, values: Values, push: Message | None) -> None:
         """A chunk has a new version: that of one merge, or of several that waited for each other."""
-        chunk, first = self.chunks[key], self._last.get((server.epoch, key), 0)
-        last = inspection.last_merge(shard, self.world.number, key)
-        numbers = sorted(number for number in self._decided if first < number <= last)
-        where = f"version {version} of chunk {key}, after {chunk.version}, is not what decisions {numbers} make"
-        # What nobody was told of may be forgotten, and what a shard that went back to a snapshot was told of.
-        open_ = [number for number in numbers if not self.scenario.keeps_updates or number not in self._told]
+        chunk = self.chunks[key]
+        where = f"version {version} of chunk {key}, after {chunk.version}, is not what decisions {self._made[key]} make"
+        found = self._follow(key, [number for number in self._made[key] if number in self._decided])
+        require(len(found) == version - chunk.version, where)
         waiting = inspection.waiting(shard, self.world.number, key)
         to_come = {(self.world.process_of(rank, its).number, step) for rank, its, step in waiting}
-        for count in range(len(open_) + 1):
-            for left_out in itertools.combinations(open_, count):
-                found = self._follow(key, [number for number in numbers if number not in left_out])
-                is_so = len(found) == version - chunk.version and to_come.isdisjoint(found[-1][1].updates)
-                if is_so and self._is_near(found[-1][1].values, values):
-                    found[-1][1].values = values
-                    for number, after in found:
-                        before = chunk.versions[chunk.version]
-                        chunk.versions[chunk.version + 1] = after
-                        self._check_same(number, key, after.updates - before.updates)
-                    return
-        require(False, where)
+        is_so = to_come.isdisjoint(found[-1][1].updates) and self._is_near(found[-1][1].values, values)
+        require(is_so, where)
+        found[-1][1].values = values
+        for number, after in found:
+            before = chunk.versions[chunk.version]
+            chunk.versions[chunk.version + 1] = after
+            self._check_same(number, key, after.updates - before.updates)
 
     def _follow(self, key: int, numbers: list[int]) -> list[tuple[int, Version]]:
         """The states after each of these decisions that changes the chunk."""
