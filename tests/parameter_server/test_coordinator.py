@@ -162,7 +162,7 @@ class Hand:
         key = self.welcome.get("key")
         if key is not None:
             body["key"] = key
-        if self.view is not None:
+        if self.view is not None and self.has_state:
             digest = sign(key, job_number("job"), self.view)
             body |= {"view": self.view.number, "digest": digest, "completed": self.completed}
             if releases := [*self.view.releases, *self.releases]:
@@ -807,20 +807,37 @@ def test_a_newcomer_who_is_first_at_a_restarted_coordinator_waits_for_those_who_
     assert bench.ranks == [0, 1, 2]
 
 
+def test_a_member_without_a_state_comes_anew_where_others_have_begun_without_it():
+    bench, first, second = crew(ELASTIC, 2)
+    first.commit("failed", view=bench.view.number, lost=[])
+    second.has_state, last = False, bench.view.number
+    bench.restart(with_disk=False)
+    for rank in (0, 2, 3):
+        bench.worker(rank).hello()
+    assert (bench.ranks, bench.view.number) == ([0, 2, 3], 1)
+    assert second.reconnect() == "wait"
+    bench.deliver(bench.coordinators.evict("job", 3, bench.now_s))
+    assert bench.ranks == [0, 1, 2]
+    assert bench.view.number > last  # it takes no other
+
+
 def test_a_newcomer_whose_view_the_members_of_a_restarted_coordinator_have_not_seen_takes_part():
     bench, *team = crew(ELASTIC, 2)
     meta, seen = bench.coordinators.to_meta(), [one.view for one in team]
     newcomer = bench.worker(2)
     newcomer.hello()
+    newcomer.has_state = False
     assert newcomer.view.member(2)
     bench.restart(with_disk=False)
     bench.coordinators.restore(json.loads(json.dumps(meta)), bench.now_s)
     for worker, view in zip(team, seen, strict=True):
         worker.view = view
         worker.reconnect()
+    team[0].commit("failed", view=bench.view.number, lost=[])
     assert bench.ranks == [0, 1]
     newcomer.reconnect()
     assert (bench.ranks, newcomer.view) == ([0, 1, 2], bench.view)
+    newcomer.has_state = True
     # It is in no view from here on, neither before nor after a restart.
     put_out = newcomer.view
     bench.deliver(bench.coordinators.evict("job", 2, bench.now_s))

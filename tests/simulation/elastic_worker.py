@@ -88,7 +88,7 @@ class ElasticProcess(WorkerProcess):
     @override
     def describe(self) -> str:
         completed = None if self.player is None else self.player.completed
-        news = self.client is not None and self.client.has_news
+        news = self.client is not None and self.client.preparing is not None
         return f"worker {self.rank} ({self.number}) since {self.waits_since_s:.2f} s, step {completed}, news {news}"
 
     @override
@@ -224,7 +224,7 @@ class SimulatedMembership(CoordinatedMembership):
         def is_over() -> bool:
             nonlocal formed
             formed = meeting.check(keys) and group.is_connected(process)
-            return formed or job.has_news or rank in group.failed or process.clock.now_s >= until_s
+            return formed or self.has_news or rank in group.failed or process.clock.now_s >= until_s
 
         process.park(is_over)
         if not formed or rank in group.failed:

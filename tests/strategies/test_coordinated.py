@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support import elastic_training, wide_training
@@ -35,6 +36,7 @@ from psengine.parameter_server.client.elastic import ElasticClient, elastic_rule
 from psengine.parameter_server.client.flow import run
 from psengine.parameter_server.client.join import greet
 from psengine.parameter_server.client.options import SessionOptions
+from psengine.protocol.views import View, ViewMember, message_of
 from psengine.strategies.elastic import coordinated
 from psengine.strategies.elastic.coordinated import CoordinatedMembership
 from psengine.strategies.elastic.meeting import Meeting
@@ -209,6 +211,19 @@ def test_a_key_that_is_refused_ends_the_next_wait():
         finally:
             job.closing.set()
             job.transport.close()
+
+
+def test_a_worker_shows_its_view_only_once_it_has_the_state_of_its_group():
+    runtime = SimpleNamespace(now_s=lambda: 0.0, connect=lambda _: None, process_table=lambda: "")
+    job = ElasticClient(SessionOptions(addresses=["tcp://a:1"], rule=elastic_rule(1, {})), runtime)
+    job.identity.worker, job.identity.incarnation = 0, 5
+    for number, completed in ((1, None), (2, 0)):
+        view = View(number, 7, (ViewMember(0, 5, "", 1),), ())
+        job.receive_view(message_of(view, bytes(32), job.identity.job), 0.0)
+        assert not job.has_ended(number)
+        job.completed = completed
+        assert ("view" in job.hello(0.0)) is (completed is not None)
+        assert job.has_ended(number) is (completed is None)  # it takes part in the group of no view that it left out
 
 
 def test_a_worker_that_is_interrupted_while_others_do_not_come_ends_in_order(monkeypatch):

@@ -48,7 +48,8 @@ class ElasticClient(JobClient):
         checkpoint: the step of the newest checkpoint that this worker can load; 0 none.
 
     Attributes:
-        completed: the last step of which this worker has the averages; None: it has no state. The training sets it.
+        completed: the last step of which this worker had the averages when it met the members of its view, or said how
+            far it is; None: it has no state. The training sets it.
         preparing: the PREPARE whose view has not come; None without one.
         met: what members of the present view have said to form their group, by key.
     """
@@ -60,16 +61,19 @@ class ElasticClient(JobClient):
         self._checkpoint = checkpoint
         super().__init__(options, runtime)
 
-    @property
-    def has_news(self) -> bool:
-        """Whether the present view is about to end, or nothing goes on any more."""
-        return self.preparing is not None or self.fatal is not None
+    def has_ended(self, number: int) -> bool:
+        """Whether the view of this number is not the present one, or is about to end, or nothing goes on any more."""
+        return self.view is None or self.view.number != number or self.preparing is not None or self.fatal is not None
 
     # ---- the I/O thread ----------------------------------------------------------------------------------------
 
     @override
     def hello(self, now_s: float) -> dict[str, Any]:
         said: dict[str, Any] = {"checkpoint": self._checkpoint, "processes": self.runtime.process_table()}
+        if self.completed is None:
+            # It loses nothing by coming anew, and the job may have begun without it. It goes on in no group of this
+            # view: the coordinator would not know of the state that it got there.
+            self.view = self.view_message = None
         if self.view is not None:
             said |= self.membership(self.completed or 0)
         return said

@@ -95,7 +95,11 @@ class CoordinatedMembership(Membership):
     @property
     @override
     def has_news(self) -> bool:
-        return self._job is not None and self._job.has_news
+        return self._job is not None and self._view is not None and self._job.has_ended(self._view.number)
+
+    @override
+    def reached(self, completed: int) -> None:
+        self._entered.completed = completed
 
     @override
     def regroup(self, completed: int | None, error: BaseException | None) -> Group:
@@ -202,21 +206,17 @@ class CoordinatedMembership(Membership):
             return SoloCollective()
         deadline_s = time.monotonic() + FORM_S
         self._meeting = meeting = self._store_of(view)
-
-        def is_interrupted() -> bool:
-            return job.has_news or time.monotonic() >= deadline_s
-
         collective = form_collective(
             meeting,
             self._name_of(view),
             workers.index(job.identity.worker),
             len(workers),
             DEFAULT_TIMEOUT.total_seconds(),
-            is_interrupted,
+            lambda: self.has_news or time.monotonic() >= deadline_s,
             host=_own_address(host_of(job.control.address)),
         )
         if collective is None:
-            until = "before another view is to come" if job.has_news else f"within {FORM_S:g} s"
+            until = "before another view is to come" if self.has_news else f"within {FORM_S:g} s"
             raise CollectiveError(f"workers {workers} did not all connect to each other {until}")
         return collective
 

@@ -12,16 +12,13 @@ that, so who may read and write are the members, by their keys where servers hav
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from psengine.errors import CollectiveError
 from psengine.parameter_server.client.elastic import ElasticClient
 from psengine.parameter_server.client.operation import Request
-
-T = TypeVar("T")
 
 # It looks ten times a second whether its client is closed; one that connects to a peer is left behind.
 END_S = 1.0
@@ -52,7 +49,15 @@ class Meeting(dist.Store):
 
     def get(self, key: str) -> bytes:
         """The value of a key; waits until it is set."""
-        return self._await(lambda: self._job.met.get(key), key)
+        job, self._user = self._job, threading.current_thread()
+        while (found := job.parking.look(lambda: job.met.get(key))) is None:
+            if refusals := [request.error for request in self._said if request.error is not None]:
+                raise refusals[0]
+            is_late = job.runtime.now_s() >= self._deadline_s
+            if is_late or job.has_ended(self._view):
+                why = "until the deadline" if is_late else "before another view is to come"
+                raise CollectiveError(f"{key!r} was not there {why}")
+        return found
 
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         """Wait until all keys are set, not ``timeout``."""
@@ -70,14 +75,3 @@ class Meeting(dist.Store):
         """
         if self._user is not None:
             self._user.join(END_S)
-
-    def _await(self, find: Callable[[], T | None], key: str) -> T:
-        job, self._user = self._job, threading.current_thread()
-        while (found := job.parking.look(find)) is None:
-            if refusals := [request.error for request in self._said if request.error is not None]:
-                raise refusals[0]
-            is_late = job.runtime.now_s() >= self._deadline_s
-            if is_late or job.has_news or job.view_number != self._view:
-                why = "until the deadline" if is_late else "before another view is to come"
-                raise CollectiveError(f"{key!r} was not there {why}")
-        return found

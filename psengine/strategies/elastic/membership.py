@@ -64,6 +64,9 @@ class Membership(ABC):
         """Whether another view is to come, so that the group should not go on: call ``regroup``."""
         return False
 
+    def reached(self, completed: int) -> None:  # noqa: B027 - a process group does not ask
+        """Say that this worker has the state of its group, after step ``completed``."""
+
     @abstractmethod
     def regroup(self, completed: int | None, error: BaseException | None) -> Group:
         """Say how far this worker is; wait for the next view, and return its group.

@@ -207,15 +207,16 @@ class Player:
             self.state.transfer(collective, source, newest, has_state=self.completed is not None)
         self._deal(group, owners)
         self.completed = newest
+        self._membership.reached(newest)
 
     def _check_in_time(self, newest: int, known: int | None) -> None:
         """Raise FencedError where the others are so far that this worker cannot catch up inside its step."""
         # The others give averages only where the view says that a member lacks them.
-        if self.completed in (None, newest) or (self.completed == known == newest - 1 and self._step == newest):
+        if self.completed == known and (known in (None, newest) or known + 1 == newest == self._step):
             return
         raise FencedError(
             f"the other workers went on without this one (expected the averages of step {newest}, got those of step"
-            f" {self.completed}). Fix: start it again; it takes over their state.",
+            f" {self.completed}; their view says {known}). Fix: start it again; it takes over their state.",
             ErrorCode.FENCED,
         )
 

@@ -271,9 +271,7 @@ class Coordinator(JobMemory):
                 self._lost = str(error)
             raise
         rank = self.workers.rank_for(message, sender.user_id)
-        holder = self.workers.by_rank.get(rank)
-        # A former coordinator let it in, by a view that nobody who is back has seen. Elastic members compare states.
-        is_later = holder is None and view is not None and bool(view.states)
+        holder, is_later = self.workers.by_rank.get(rank), False
         if holder is not None and not holder.is_process(message, sender.user_id):
             if holder.incarnation > message.incarnation > 0:
                 self._refuse_rank(rank, "went to a newer process while this one was silent (raise --lease-s)")

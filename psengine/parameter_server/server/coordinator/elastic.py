@@ -21,6 +21,7 @@ from psengine.parameter_server.server.coordinator.coordinator import Coordinator
 from psengine.parameter_server.server.coordinator.states import JobState, WorkerState
 from psengine.parameter_server.server.coordinator.workers import Worker
 from psengine.parameter_server.server.interfaces import Outgoing, Sender
+from psengine.protocol.bounds import MAX_VIEW_NUMBER
 from psengine.protocol.facts import difference
 from psengine.protocol.messages import ErrorCode, Message, MessageType
 from psengine.protocol.views import MemberState, View
@@ -68,13 +69,14 @@ class ElasticCoordinator(Coordinator):
 
     @override
     def _greet(self, rank: int, message: Message, sender: Sender) -> None:
-        worker = self.workers.by_rank.get(rank)
-        is_it = worker is not None and worker.is_process(message, sender.user_id)
+        former = self.workers.by_rank.get(rank)
         super()._greet(rank, message, sender)
         worker = self.workers.by_rank[rank]
         worker.checkpoint, worker.processes = message.body.get("checkpoint", 0), message.body.get("processes", "")
         worker.ended_s = None
-        if not is_it:
+        # Also who comes anew takes no view that is not newer than its last.
+        self.last_number = max(self.last_number, min(message.view, MAX_VIEW_NUMBER // 2))
+        if worker is not former:
             worker.is_of_next = any(self.came.values())
 
     @override
