@@ -19,7 +19,7 @@ from support.server_process import Peer, ServerProcess, running_server
 from support.shard_world import AVERAGE
 
 from psengine.parameter_server.server import daemon
-from psengine.protocol.messages import NOBODY
+from psengine.protocol.messages import MAX_PAYLOAD_BYTES, NOBODY
 
 VALUES = 100_000
 
@@ -74,6 +74,12 @@ def idle_connections(server: ServerProcess) -> None:
         assert_serves(server)
 
 
+def large_frame(server: ServerProcess) -> None:
+    with stranger(server) as peer:
+        peer.socket.send(bytes(MAX_PAYLOAD_BYTES + 65 * 1024))
+        assert peer.receive(0.5) is None
+
+
 def endless_message(server: ServerProcess, frames: int = 20) -> bool:
     """A message with more and more frames of 8 MiB: libzmq itself would not send it before its last frame.
 
@@ -97,13 +103,7 @@ def endless_message(server: ServerProcess, frames: int = 20) -> bool:
     return False
 
 
-ATTACKS = [
-    snapshot_storm,
-    mutated_frames,
-    hello_flood,
-    idle_connections,
-    endless_message,
-]
+ATTACKS = [snapshot_storm, mutated_frames, hello_flood, idle_connections, large_frame, endless_message]
 
 
 class Honest:

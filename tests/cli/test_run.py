@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.command_process import SUPPORT, WORKER, run_command
 
-from psengine.cli.launching.plan import Plan, RunArguments, RunOptions, make_plan, split_arguments
+from psengine.cli.launching.plan import Plan, RunArguments, RunOptions, expected_servers, make_plan, split_arguments
 from psengine.cli.main import main
 from psengine.cli.run import recorded
 
@@ -76,12 +76,21 @@ def test_what_is_wrong_with_the_line_is_one_message(arguments, message, capfd, m
 
 
 @pytest.mark.parametrize(
-    ("strategy", "servers"),
-    [("sync", 0), ("async", 1), ("async:servers=tcp://h:1", 0), ("async:servers=", 1), ("async:job=servers=2", 1)],
+    ("strategy", "options", "servers"),
+    [
+        *(("sync", options, 0) for options in ({}, {"servers": 0})),
+        *(("async", options, 1) for options in ({}, {"servers": 1})),
+        ("async", {"server_address": "tcp://h:1"}, 0),
+        ("sync-server", {"servers": 3}, 3),
+        *((f"async:servers={servers}", {}, int(not servers)) for servers in ("tcp://h:1,max_staleness=4", "")),
+        ("async:job=servers=2", {}, 1),
+    ],
 )
-def test_a_server_is_started_where_the_strategy_names_none(strategy, servers):
-    plan = make_plan(RunArguments(script=[WORKER]), RunOptions(strategy=strategy))
+def test_a_server_is_started_where_the_strategy_names_none(strategy, options, servers):
+    options = RunOptions(strategy=strategy, **options)
+    plan = make_plan(RunArguments(script=[WORKER]), options)
     assert (plan.servers, plan.uses_servers) == (servers, strategy != "sync")
+    assert expected_servers(options) == servers  # which are launched before there is a plan
 
 
 def test_independent_workers_meet_at_the_servers_that_the_strategy_names():

@@ -14,7 +14,7 @@ from support.scheduled_runs import TRAINING, lines_of, losses_of, native_losses
 from support.server_process import Peer
 from support.waiting import eventually
 
-from psengine.cli.launching.plan import SERVER_STRATEGIES, RunArguments, RunOptions, expected_servers, make_plan
+from psengine.cli.launching.plan import SERVER_STRATEGIES, RunOptions
 from psengine.cli.launching.servers import launched_servers
 from psengine.parameter_server.client.embedded import launch
 from psengine.parameter_server.server.replication.election import decode_leadership
@@ -123,21 +123,6 @@ def test_a_worker_that_stood_still_for_longer_than_its_lease_ends_and_is_started
         came = [line["pid"] for line in steps_of(1)].count(first)
         last, joined = (line["step"] for line in steps_of(1)[came - 1 : came + 1])
         assert joined > last + 1, "it takes no step of the others again"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        RunOptions(),
-        RunOptions(strategy="sync", servers=0),
-        RunOptions(strategy="async"),
-        RunOptions(strategy="sync-server", servers=3),
-        RunOptions(strategy="async:servers=tcp://a:1,max_staleness=4"),
-        RunOptions(strategy="async", server_address="tcp://a:1"),
-    ],
-)
-def test_servers_are_launched_ahead_as_many_as_the_plan_starts(options):
-    assert expected_servers(options) == make_plan(RunArguments(script=[WORKER]), options).servers
 
 
 def test_psengine_knows_its_strategies_over_servers_before_it_imports_torch():

@@ -1,12 +1,10 @@
 """``init`` and ``shutdown``: alone, in a group, as an independent worker; how ranks meet."""
 
-import contextlib
 import logging
 import os
 import re
 import signal
 import socket
-import threading
 import time
 from contextlib import ExitStack
 from datetime import timedelta
@@ -20,6 +18,7 @@ from support.expectations import raises
 from support.interpreters import running_program
 from support.marks import slow
 from support.processes import free_port, run_ranks
+from support.scripted_peer import stranger
 
 import psengine
 from psengine.environment import context as environment
@@ -54,11 +53,6 @@ def bare(monkeypatch: pytest.MonkeyPatch):
     if dist.is_initialized():
         dist.destroy_process_group()
     assign_worker(None)
-
-
-def set_all(patches: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
-    for name, value in variables.items():
-        patches.setenv(name, value)
 
 
 def numbers(context: Context) -> tuple[Any, ...]:
@@ -135,7 +129,8 @@ def test_of_nested_blocks_the_outermost_shuts_down(bare):
 
 @pytest.mark.parametrize("launcher", [{}, TORCHRUN], ids=["no launcher", "torchrun"])
 def test_an_independent_worker_is_a_world_of_its_own_whatever_the_launcher_says(bare, launcher):
-    set_all(bare, launcher | {"PSENGINE_WORKER": "2", "PSENGINE_WORKERS": "4"})
+    for name, value in (launcher | {"PSENGINE_WORKER": "2", "PSENGINE_WORKERS": "4"}).items():
+        bare.setenv(name, value)
     assert not is_main_process()
     assert numbers(init()) == (0, 1, 2, 4, False)
 
@@ -196,13 +191,13 @@ def test_adopts_the_users_group_in_which_the_rank_is_the_worker(variables):
     assert run_ranks(adopt, 2, variables) == [(0, 2, 0, 2, True), (1, 2, 1, 2, False)]
 
 
-def by_arguments(rank: int, world_size: int, init_method: str | None, launcher: dict[str, str]) -> Any:
+def by_arguments(rank: int, world_size: int, init_method: str | None, variables: dict[str, str]) -> Any:
     clear()
-    os.environ.update({name: value.format(rank=rank) for name, value in launcher.items()})
-    if rank == 1 and "WORLD_SIZE" not in launcher:
+    os.environ.update(variables)
+    if rank == 1:
         socket.gethostname = lambda: "elsewhere"
-    arguments: dict[str, Any] = {"rank": rank, "world_size": world_size} if "RANK" not in launcher else {}
-    with init("gloo", timeout=timedelta(seconds=30), init_method=init_method, **arguments) as context:
+    place = {"rank": rank, "world_size": world_size}
+    with init("gloo", timeout=timedelta(seconds=30), init_method=init_method, **place) as context:
         total = torch.tensor([context.rank + 1.0])
         dist.all_reduce(total)
         psengine.barrier()
@@ -257,27 +252,8 @@ def test_who_is_missed_is_logged_and_is_an_error(as_rank, address):
     assert waited_s < 30
 
 
-@contextlib.contextmanager
-def silent_program():
-    """It listens at a port, and is no store."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        accepted: list[socket.socket] = []
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    accepted.append(listener.accept()[0])
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield listener.getsockname()[1]
-        listener.shutdown(socket.SHUT_RDWR)
-    for connection in accepted:
-        connection.close()
-
-
 def test_another_program_has_the_port():
-    with silent_program() as port:
-        method = f"tcp://127.0.0.1:{port}"
+    with stranger() as method:
         ((message, waited_s, _),) = run_ranks(wait_in_vain, 1, 1, method, init_group=False)
         assert "does not answer as a store" in message
         assert waited_s < 30

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.processes import forkserver
-from support.server_process import running_server
+from support.server_process import Peer, running_server
 from support.shard_world import APPLY, AVERAGE, SGD, spec
 from support.waiting import eventually
 from support.worker_sessions import crew, entered
@@ -147,7 +147,11 @@ def test_averages_are_read_where_the_server_makes_them_and_stay_while_somebody_m
             assert all(one.take() is not None for one in pushes)
         kept = pushes[0].take()
         del pushes
+        incarnation = sessions[0].job_connection.identity.incarnation
         sessions.pop(0).close()
+        with Peer(server.addresses[0]) as stranger:  # its push would say that this worker has read the answer
+            stranger.incarnation, stranger.epoch = incarnation, server.status()["epoch"]
+            assert stranger.request("PUSH", key=0, sequence=99, payload=ONES).type.name == "ERROR"
         # Of two places one is read by a worker that has left, the other has the last average: then it is copied.
         found = {average(sessions, float(step))[0].take() is None for step in range(4, 10)}
         assert found == {False, True}

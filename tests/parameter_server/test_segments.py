@@ -113,7 +113,8 @@ def test_after_a_wait_that_failed_servers_see_no_writes_and_the_exchange_has_wha
         mine.close()  # the other one would wait for it
 
 
-def test_a_forked_child_neither_changes_the_memory_nor_keeps_it_shared():
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_told_and_neither_changes_the_memory_nor_keeps_it_shared():
     with (
         running_server(lease_s=30.0) as server,
         entered(server.addresses[0], 0, SPECS[:1]) as session,
@@ -129,7 +130,7 @@ def test_a_forked_child_neither_changes_the_memory_nor_keeps_it_shared():
             with contextlib.suppress(BaseException):
                 assert flat.eq(1.0).all()
                 flat.fill_(7.0)
-                with contextlib.suppress(ServerError):
+                with pytest.raises(ServerError, match=r"fork\(\)"):
                     session.push(0, torch.full_like(flat, 9.0), [result])
                 session.segments.withdraw()
                 code = 0
@@ -264,19 +265,3 @@ def test_tensors_outlive_it(made):
     assert torch.equal(read, torch.arange(100.0))
     del theirs
     assert torch.equal(read, torch.arange(100.0))
-
-
-def test_private_memory_has_the_same_values_at_the_same_place_and_others_see_no_more():
-    made = Segment.make("psengine-worker", SIZE)
-    theirs = opened(made)
-    written, read = made.tensor(0, 2048, torch.float32), theirs.tensor(0, 2048, torch.float32)
-    written.copy_(torch.arange(2048.0))
-    address = written.data_ptr()
-    made.make_private()
-    assert written.data_ptr() == address
-    assert torch.equal(written, torch.arange(2048.0))
-    written.fill_(7.0)
-    assert torch.equal(read, torch.arange(2048.0))
-    mapped = shared_maps(os.getpid())
-    del made, written, theirs, read
-    assert shared_maps(os.getpid()) < mapped

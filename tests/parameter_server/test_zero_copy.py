@@ -1,15 +1,14 @@
 """Payloads that libzmq reads where they are: what arrives, and when their memory is free."""
 
 import gc
-import socket
 import threading
 import time
 import weakref
-from contextlib import closing
 
 import pytest
 import torch
 import zmq
+from support.scripted_peer import stranger
 from support.waiting import eventually
 
 from psengine.kernels.native import extension
@@ -43,25 +42,18 @@ def test_the_bytes_arrive_and_the_memory_is_free_afterwards(sockets):
     assert before.issuperset(threading.enumerate())  # pyzmq's thread was not needed
 
 
-@pytest.fixture
-def unread():
-    """A socket whose messages never leave: nobody answers its greeting."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as deaf, zmq.Context() as context:
-        unread = context.socket(zmq.PAIR)
-        unread.connect(f"tcp://127.0.0.1:{deaf.getsockname()[1]}")
-        yield unread
-        unread.close(linger=0)
-
-
-def test_memory_is_held_as_long_as_it_may_be_read(unread):
-    sends = ZeroCopySends(unread)
-    buffer = buffer_of(torch.zeros(1000))
-    reference = weakref.ref(buffer)
-    sends.send(buffer)
-    del buffer
-    time.sleep(0.05)
-    sends.release()
-    gc.collect()
-    assert reference() is not None
-    unread.close(linger=0)
-    eventually(lambda: sends.release() or reference() is None)
+def test_memory_is_held_as_long_as_it_may_be_read():
+    with stranger() as deaf, zmq.Context() as context, context.socket(zmq.PAIR) as unread:
+        unread.linger = 0
+        unread.connect(deaf)  # nobody answers its greeting
+        sends = ZeroCopySends(unread)
+        buffer = buffer_of(torch.zeros(1000))
+        reference = weakref.ref(buffer)
+        sends.send(buffer)
+        del buffer
+        time.sleep(0.05)
+        sends.release()
+        gc.collect()
+        assert reference() is not None
+        unread.close()
+        eventually(lambda: sends.release() or reference() is None)

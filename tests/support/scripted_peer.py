@@ -1,7 +1,9 @@
 """A server of a script's making, for what no real server does: losses, delays, repeats and nonsense."""
 
+import socket
 import threading
 from collections import Counter
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 import zmq
@@ -106,3 +108,21 @@ class Peer:
         self._is_stopping = True
         self._thread.join()
         self.context.term()
+
+
+@contextmanager
+def stranger(answer=None):
+    """Another program's address: it ends a connection with ``answer`` once something came; None: it says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
+
+        def serve():
+            with suppress(OSError):
+                while True:
+                    taken = stack.enter_context(listener.accept()[0])
+                    if answer is not None and taken.recv(1024):
+                        taken.sendall(answer)
+                        taken.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)

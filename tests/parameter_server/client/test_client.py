@@ -45,8 +45,8 @@ def job(request):
     return request.node.name
 
 
-def layout(numel=NUMEL, chunk_bytes=1 << 20):
-    return cut(ChunkKind.PARAMETER, [("weight", (numel,), (1,), numel)], torch.float32, 0, chunk_bytes)
+def layout(numel=NUMEL):
+    return cut(ChunkKind.PARAMETER, [("weight", (numel,), (1,), numel)], torch.float32, 0)
 
 
 def worker(addresses, job, rank=0, rule=AVERAGE, timeout_s=20.0, **options):
@@ -59,40 +59,12 @@ def zeros(spec):
     return torch.zeros(spec.numel)
 
 
-def exchange(session, value):
-    return session.push(0, torch.full((NUMEL,), float(value)), [torch.empty(NUMEL)]).wait()
-
-
-def test_chunks_spread_over_the_shards_of_two_servers(job):
-    numel = 500_000
-    values = torch.randn(numel)
-    with running_server(shards=2) as one, running_server(shards=2) as two:
-        addresses = [one.addresses[0], two.addresses[0]]
-        specs = layout(numel, 64 * 1024)
-        offsets = {spec.key: sum(s.numel for s in specs[: spec.key]) for spec in specs}
-
-        def part(spec, of=values):
-            return of[offsets[spec.key] : offsets[spec.key] + spec.numel]
-
-        with worker(addresses, job) as session:
-            assert session.enter(specs, part) == "initialised"
-            per_shard = [report["jobs"][job]["chunks"] for report in session.status()]
-            assert sum(per_shard) == len(specs)
-            assert min(per_shard) > 0
-            out = torch.zeros(numel)
-            wait_all([session.push(spec.key, part(spec), [part(spec, out)]) for spec in specs])
-            assert torch.equal(out, values)
-        with worker(addresses, job + "2", rule=None) as reader:
-            assert reader.state == "wait"
-            assert len(reader.status()) == 4
-            with pytest.raises(ServerRefusedError, match="no values of the job yet"):
-                reader.layout()
-        with pytest.raises(ConfigurationError, match="same process"):
-            worker([one.addresses[0], one.addresses[1]], job + "3").start()
-
-
 def test_another_model_and_a_taken_rank_are_refused(server, job):
     with worker(server.addresses, job) as first, worker(server.addresses, job, 1) as second:
+        with worker(server.addresses, job, rule=None) as reader:
+            assert reader.state == "wait"
+            with pytest.raises(ServerRefusedError, match="no values of the job yet"):
+                reader.layout()
         first.enter(layout(), zeros)
         with pytest.raises(ReplicaMismatchError, match=r"'weight'.*999.*1000"):
             second.enter(layout(999), zeros)
@@ -140,27 +112,6 @@ def test_a_forgotten_session_ends(server, job):
     before = set(threading.enumerate())
     worker(server.addresses, job).start()
     eventually(lambda: before.issuperset(threading.enumerate()))  # the collector may run on the I/O thread
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_is_told(server, job):
-    with worker(server.addresses, job) as session:
-        session.enter(layout(), zeros)
-        reader, writer = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                session.push(0, torch.ones(NUMEL), [])
-                text = "no error"
-            except ServerError as error:
-                text = str(error)
-            os.write(writer, text.encode())
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert "fork()" in os.read(reader, 4096).decode()
-        os.close(reader)
-        os.close(writer)
-        exchange(session, 1)
 
 
 def test_a_client_trains_like_the_optimizer_itself(server, job):
@@ -299,6 +250,8 @@ def test_state_is_spread_and_who_has_no_room_for_it_is_refused():
             donor.serve_joiner(deposit(8))  # more than one shard may have
         with joining.result() as joiner:
             assert len(joiner.pull_blob("worker_state")) == 8
+        with pytest.raises(ConfigurationError, match="same process"):
+            worker(server.addresses, "another").start()
 
 
 SPECS = [spec(0, 1000), spec(1, 1000)]

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import socket
 import threading
 import time
 from dataclasses import replace
@@ -10,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import zmq
-from support.scripted_peer import INCARNATION, KEY, SPECS, Peer, T
+from support.scripted_peer import INCARNATION, KEY, SPECS, Peer, T, stranger
 from support.shard_world import APPLY, AVERAGE, MERGE, SGD
 from support.waiting import eventually
 
@@ -179,42 +178,8 @@ def test_a_crash_of_the_thread_fails_every_waiter(monkeypatch, caplog):
 
 
 def test_a_peer_that_cuts_every_connection_off_is_no_server():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        stop = threading.Event()
-
-        def cut_off():
-            listener.settimeout(0.1)
-            while not stop.is_set():
-                with contextlib.suppress(TimeoutError):
-                    listener.accept()[0].close()
-
-        thread = threading.Thread(target=cut_off)
-        thread.start()
-        try:
-            address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-            with pytest.raises(AuthenticationError, match="no psengine-server"):
-                WorkerSession(SessionOptions(addresses=[address], rule=APPLY, rank=0)).start()
-        finally:
-            stop.set()
-            thread.join()
-
-
-@contextlib.contextmanager
-def stranger(answer):
-    """It takes connections, and ends each with ``answer`` once something came; without one it says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
-
-        def serve():
-            with contextlib.suppress(OSError):
-                while True:
-                    taken = stack.enter_context(listener.accept()[0])
-                    if answer and taken.recv(1024):
-                        taken.sendall(answer)
-                        taken.close()
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        listener.shutdown(socket.SHUT_RDWR)
+    with stranger(b"") as address, pytest.raises(AuthenticationError, match="no psengine-server"):
+        WorkerSession(SessionOptions(addresses=[address], rule=APPLY, rank=0)).start()
 
 
 @pytest.mark.parametrize(
@@ -234,7 +199,7 @@ def test_another_program_at_the_address_is_named_at_once(answer, words):
 def test_a_peer_that_says_nothing_may_be_a_server_that_is_stopped(monkeypatch, caplog):
     monkeypatch.setattr(sockets, "HANDSHAKE_MS", 200)
     monkeypatch.setattr(reachability, "SLOW_CUT_S", 0.15)
-    with stranger(b"") as address, pytest.raises(ServerLostError, match=r"never heard.*stopped, or another program"):
+    with stranger() as address, pytest.raises(ServerLostError, match=r"never heard.*stopped, or another program"):
         WorkerSession(SessionOptions(addresses=[address], rule=APPLY, rank=0, connect_timeout_s=8.0)).start()
     assert f"{address} does not answer: a program listens there that says nothing" in caplog.text
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.server_process import running_server
+from support.server_training import assert_equal
 from support.shard_world import APPLY, AVERAGE, MERGE, spec, table
 from support.waiting import eventually
 from support.worker_sessions import crew
@@ -71,7 +72,7 @@ def test_a_run_of_two_servers_is_told_again_bit_for_bit(tmp_path, options):
         with psengine.connect(addresses, role="reader") as reader:
             last = reader.pull()
         code, text = told(*directories, "--out", tmp_path / "last")
-    assert_same(load_file(tmp_path / "last"), last)
+    assert_equal(load_file(tmp_path / "last"), last)
     assert code == 1
     assert f"worker 1's push of step {BAD_STEP} is the first with values that are not finite" in text
     rows = {(int(row[0]), int(row[1])): row for row in map(str.split, text.splitlines()[1:-1])}
@@ -86,18 +87,12 @@ def test_a_run_of_two_servers_is_told_again_bit_for_bit(tmp_path, options):
         for rank, step in ((0, 3), (1, STEPS // 2), (1, BAD_STEP)):
             code, text = told(*directories, "--until-push", f"{rank}:{step}", "--out", tmp_path / "then")
             assert code == (step == BAD_STEP)
-            assert_same(load_file(tmp_path / "then"), answers[rank, step])
+            assert_equal(load_file(tmp_path / "then"), answers[rank, step])
         generator = torch.Generator().manual_seed(0)
         gradient = [torch.randn(size, generator=generator) for size in SIZES.values()][:2]
         assert float(rows[0, 1][3]) == pytest.approx(
             torch.cat([one.flatten() for one in gradient]).norm().item(), rel=1e-3
         )
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(found[name], tensor), name
 
 
 def test_merges_and_a_table_are_told_again(tmp_path):

@@ -13,7 +13,7 @@ from support.shard_world import APPLY, AVERAGE, MERGE, spec, table
 from support.waiting import eventually
 from support.worker_sessions import crew
 
-from psengine.parameter_server.client.worker_session import wait_all
+from psengine.parameter_server.client.worker_session import WorkerSession, wait_all
 from psengine.parameter_server.server.durability.inspection import back_up, inspect
 from psengine.parameter_server.server.log.records import RecordKind
 from psengine.parameter_server.server.transport.authentication import keygen
@@ -86,6 +86,11 @@ def train(address: str, rule: dict[str, Any], disturb: Callable[[], object]) -> 
     return found
 
 
+def step_by_sgd(worker: WorkerSession) -> None:
+    optimizer = torch.optim.SGD([parameter := torch.zeros(1)], lr=1.0)
+    worker.attach_optimizer([spec(0, 1000)], optimizer, {"p0": parameter})
+
+
 @pytest.mark.parametrize(
     ("rule", "tier"), [(APPLY, "replica"), (APPLY, "log+replica"), (MERGE, "replica"), (AVERAGE, "replica")]
 )
@@ -151,8 +156,7 @@ def test_a_follower_with_another_memory_limit_is_refused_and_its_leader_goes_on(
         ):
             words = f"expected max_memory_bytes {80 << 20}, got {40 << 20}"
             eventually(lambda: words in follower.status()["replica"]["why"], "the follower says why")
-            optimizer = torch.optim.SGD([parameter := torch.zeros(1)], lr=1.0)
-            worker.attach_optimizer([spec(0, 1000)], optimizer, {"p0": parameter})
+            step_by_sgd(worker)
             worker.push(0, torch.ones(1000), []).wait()
             assert not is_in_sync(leader)
 
@@ -178,8 +182,7 @@ def test_what_a_follower_has_not_applied_is_not_acknowledged(tmp_path):
             crew(f"{leader.addresses[0]}|{follower.addresses[0]}", 1, [spec(0, 1000)], rule=APPLY) as (worker,),
         ):
             eventually(lambda: is_in_sync(leader), "a follower in sync")
-            optimizer = torch.optim.SGD([parameter := torch.zeros(1)], lr=1.0)
-            worker.attach_optimizer([spec(0, 1000)], optimizer, {"p0": parameter})
+            step_by_sgd(worker)
             push = worker.push(0, torch.ones(1000), values := [torch.empty(1000)])
             worker.end_step()
             eventually((tmp_path / "holds").exists, "the follower has the record")
@@ -197,8 +200,7 @@ def test_a_server_starts_from_its_own_log_whatever_tier_its_job_asked_for(tmp_pa
     settings = settings_of(tmp_path, "first", "log+replica", shards=1, snapshot_interval_s=0.0)
     with running_server(**settings) as server:
         with crew(server.addresses[0], 1, [spec(0, 1000)], rule={**APPLY, "durability": asked}) as (worker,):
-            optimizer = torch.optim.SGD([parameter := torch.zeros(1)], lr=1.0)
-            worker.attach_optimizer([spec(0, 1000)], optimizer, {"p0": parameter})
+            step_by_sgd(worker)
             for _ in range(3):
                 worker.push(0, torch.ones(1000), []).wait()
         server.kill()
@@ -221,8 +223,7 @@ def test_where_the_elector_s_record_is_lost_only_a_server_without_an_elector_beg
     """Its operator starts it on the follower's directory; then it leads a pair again."""
     with pair(tmp_path, "log+replica", shards=1) as (leader, follower), ExitStack() as stack:
         (worker,) = stack.enter_context(crew(leader.addresses[0], 1, [spec(0, 1000)], rule=APPLY))
-        optimizer = torch.optim.SGD([parameter := torch.zeros(1)], lr=1.0)
-        worker.attach_optimizer([spec(0, 1000)], optimizer, {"p0": parameter})
+        step_by_sgd(worker)
         for _ in range(3):
             worker.push(0, torch.ones(1000), []).wait()
         (tmp_path / "elector").unlink()

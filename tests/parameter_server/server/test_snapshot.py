@@ -159,34 +159,6 @@ def test_no_readable_generation_is_an_error_that_names_all(store):
     assert_is_state(store.load(), 3)
 
 
-def watch_syncs(monkeypatch, do):
-    """Call ``do(path)`` before each fsync of a file or a directory."""
-
-    def watched(sync):
-        def one(descriptor):
-            do(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-            sync(descriptor)
-
-        return one
-
-    for name in ("fsync", "fdatasync"):
-        monkeypatch.setattr(os, name, watched(getattr(os, name)))
-
-
-def test_the_rename_comes_after_every_fsync_and_before_the_last(store, monkeypatch):
-    events, rename = [], os.rename
-
-    def recording_rename(old, new):
-        events.append(f"{Path(old).name} -> {Path(new).name}")
-        rename(old, new)
-
-    watch_syncs(monkeypatch, lambda path: events.append(path.name))
-    monkeypatch.setattr(os, "rename", recording_rename)
-    save(store, 1)
-    unfinished = f"unfinished-{names(1)[0]}"
-    assert events == [unfinished, f"{unfinished} -> {names(1)[0]}", "snapshots"]
-
-
 def log_files(store, *numbers):
     for number in numbers:
         (store.disk.directory / segment_name(0, number)).touch()

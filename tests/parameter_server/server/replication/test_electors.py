@@ -20,6 +20,14 @@ A, B = Member(2**60 + 1, ("tcp://a:1", "tcp://a:2")), Member(2, ("tcp://b:1",), 
 FIRST, BOTH, SECOND = Leadership(1, (A,)), Leadership(1, (A, B), 2), Leadership(2, (B,), 3)
 
 
+def elector(election, **options):
+    return make_elector(make_settings({"durability": "replica", "election": election, **options}))
+
+
+def elector_at(places, name="name", **options):
+    return elector(f"etcd={','.join(one.place for one in places)}/{name}", lease_s=1.0, **options)
+
+
 @pytest.fixture(scope="module")
 def etcd():
     with etcd_server() as server:
@@ -34,7 +42,7 @@ def electors(request, tmp_path):
     def make():
         place = tmp_path / "record" if request.param == "launcher" else None
         place = place or f"{request.getfixturevalue('etcd').place}/{tmp_path.name}"
-        made.append(make_elector(make_settings({"durability": "replica", "election": f"{request.param}={place}"})))
+        made.append(elector(f"{request.param}={place}"))
         return made[-1]
 
     try:
@@ -64,11 +72,7 @@ def test_a_record_changes_by_compare_and_swap_and_the_lease_keeps_others_out(ele
 
 @needs_etcd
 def test_etcd_s_lease_ends_after_silence_and_no_answer_says_nothing(etcd, tmp_path):
-    def make(name):
-        place = f"etcd={etcd.place}/{name}"
-        return make_elector(make_settings({"durability": "replica", "election": place, "lease_s": 1.0}))
-
-    first, second, other = make("one"), make("one"), make("other")
+    first, second, other = (elector_at([etcd], name) for name in ("one", "one", "other"))
     try:
         assert first.replace(None, BOTH, takes_over=True)
         assert other.read() == (None, False)  # another server's
@@ -91,11 +95,6 @@ def test_etcd_s_lease_ends_after_silence_and_no_answer_says_nothing(etcd, tmp_pa
     finally:
         for one in (first, second, other):
             one.close()
-
-
-def elector_at(places, **options):
-    place = f"etcd={','.join(one.place for one in places)}/name"
-    return make_elector(make_settings({"durability": "replica", "election": place, "lease_s": 1.0, **options}))
 
 
 @needs_etcd
@@ -174,8 +173,8 @@ def test_etcd_over_tls_with_a_user_and_password(tmp_path):
 
 
 def hold(path, said):
-    elector = make_elector(make_settings({"durability": "replica", "election": f"launcher={path}"}))
-    elector.replace(None, BOTH, takes_over=True)
+    holder = elector(f"launcher={path}")
+    holder.replace(None, BOTH, takes_over=True)
     said.set()
     time.sleep(60.0)
 
@@ -185,7 +184,7 @@ def test_a_process_keeps_a_launcher_s_lease_while_it_is_stopped_until_it_is_dead
     said = context.Event()
     process = context.Process(target=hold, args=(tmp_path / "record", said))
     process.start()
-    second = make_elector(make_settings({"durability": "replica", "election": f"launcher={tmp_path / 'record'}"}))
+    second = elector(f"launcher={tmp_path / 'record'}")
     try:
         assert said.wait(20.0)
         os.kill(process.pid, signal.SIGSTOP)
@@ -205,10 +204,10 @@ def test_a_process_keeps_a_launcher_s_lease_while_it_is_stopped_until_it_is_dead
 
 def test_a_record_that_cannot_be_read_is_an_error_with_its_place(tmp_path):
     place = tmp_path / "absent" / "record"
-    elector = make_elector(make_settings({"durability": "replica", "election": f"launcher={place}"}))
+    reader = elector(f"launcher={place}")
     with pytest.raises(ElectorError, match=f"{place} cannot be read"):
-        elector.read()
+        reader.read()
     place.parent.mkdir()
     place.write_text("{}")
     with pytest.raises(ElectorError, match=f"{place} does not say who leads"):
-        elector.read()
+        reader.read()
