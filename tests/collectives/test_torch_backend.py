@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from support.expectations import raises
 from support.interpreters import running_program
 from support.marks import slow
 from support.native_extension import needs_shared_memory
@@ -26,20 +27,12 @@ from torch.nn.parallel import DistributedDataParallel as Native
 import psengine
 from psengine.collectives.shared_memory import host as shared_host
 from psengine.collectives.torch_backend import backend as torch_backend
-from psengine.errors import PeerLostError
+from psengine.errors import PeerLostError, SharedMemoryUnavailableError
 
 pytestmark = needs_shared_memory
 
 LEFT_TO_GLOO = [torch.uint8, torch.int8, torch.bool]
 SIZES = (0, 1, 3, 1001, 300_001)
-
-
-def raising(call, *arguments: Any, **options: Any) -> Any:
-    try:
-        call(*arguments, **options)
-    except Exception as error:
-        return error
-    return None
 
 
 def single(name: str):
@@ -129,26 +122,18 @@ def are_equal(found: Any, expected: Any) -> bool:
     return all(torch.equal(a, b) for a, b in zip(flatten(found), flatten(expected), strict=True))
 
 
-def compare_bits(rank: int, world_size: int) -> list[Any]:
-    """The operations that left something else over psengine than over gloo."""
+@in_ranks(2)
+def test_two_ranks_get_what_gloo_gives_to_the_last_bit(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="psengine")
     ours, gloos = (every_operation(rank, world_size, g) for g in (group, dist.group.WORLD))
     assert ours.keys() == gloos.keys()
     assert ours.pop("objects") == gloos.pop("objects")
-    return [key for key, found in ours.items() if not are_equal(found, gloos[key])]
+    assert [key for key, found in ours.items() if not are_equal(found, gloos[key])] == []
 
 
-def test_two_ranks_get_what_gloo_gives_to_the_last_bit():
-    assert run_ranks(compare_bits, 2) == [[], []]
-
-
-def test_shared_memory_does_what_it_covers():
+@in_ranks(2)
+def test_shared_memory_does_what_it_covers(rank: int, world_size: int) -> None:
     """The comparison above would not notice if everything went to gloo."""
-    own = ["all_reduce", "all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier"]
-    assert run_ranks(operations_of_our_own, 2) == [own] * 2
-
-
-def operations_of_our_own(rank: int, world_size: int) -> list[str]:
     group = dist.new_group(backend="psengine")
     shared, called = group._shared, []
     for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier"):
@@ -163,7 +148,7 @@ def operations_of_our_own(rank: int, world_size: int) -> list[str]:
     dist.barrier(group=group)
     dist.all_reduce(x.to(torch.uint8), group=group)
     dist.reduce(x, 0, group=group)
-    return called
+    assert called == ["all_reduce", "all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier"]
 
 
 @in_ranks(2)
@@ -178,7 +163,8 @@ def test_async_operations_do_not_block_and_complete_in_any_order_of_waits(rank: 
     transposed = torch.arange(6.0).view(2, 3).t() * (rank + 1)
     works.append(dist.all_reduce(transposed, group=group, async_op=True))
     if rank == 0:
-        assert "still under way" in str(raising(works[0].wait, timedelta(milliseconds=50)))
+        with raises(RuntimeError, "still under way"):
+            works[0].wait(timedelta(milliseconds=50))
         assert not works[0].is_completed()
         dist.barrier()  # until here rank 1 has not come
     for work in reversed(works):
@@ -290,18 +276,13 @@ def test_default_group_subgroups_and_their_end(backend, world_size):
         assert found["leaked"] == set()
 
 
-def refuse(rank: int, world_size: int) -> list[str]:
+@in_ranks(2)
+def test_ranks_of_two_hosts_are_refused(rank: int, world_size: int) -> None:
     if rank == 1:
         shared_host.make_file = lambda *_: -1  # no rank can open this one's memory
-    error = raising(dist.new_group, backend="psengine")
+    with raises(SharedMemoryUnavailableError, "rank 1 and rank 0 cannot open each other's memory"):
+        dist.new_group(backend="psengine")
     dist.barrier()
-    return [type(error).__name__, str(error)]
-
-
-def test_ranks_of_two_hosts_are_refused():
-    for name, message in run_ranks(refuse, 2):
-        assert name == "SharedMemoryUnavailableError"
-        assert "rank 1 and rank 0 cannot open each other's memory" in message
 
 
 def test_psengine_init_takes_the_backend_and_registration_has_no_side_effects():
@@ -371,24 +352,19 @@ def test_a_rank_that_is_killed_while_the_default_group_is_made_is_named():
     assert results[0].value == (2,), results[0].error
 
 
-def come_late(rank: int, world_size: int) -> str:
+@in_ranks(2)
+def test_the_groups_timeout_is_kept(rank: int, world_size: int) -> None:
     group = dist.new_group(backend="psengine")
     dist.all_reduce(torch.ones(3), group=group)
     # Not before, because to set up a group may take longer.
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=0.3), group)
     if rank == 1:
         dist.barrier()
-    error = raising(dist.all_reduce, torch.ones(3), group=group)
+    late, others = ["another rank stopped waiting for this one"], ["Lost rank 1", "did not arrive within 0.3 s"]
+    with raises(RuntimeError, *(late if rank == 1 else others)):
+        dist.all_reduce(torch.ones(3), group=group)
     if rank == 0:
         dist.barrier()
-    return str(error)
-
-
-def test_the_groups_timeout_is_kept():
-    message, message_of_the_late_one = run_ranks(come_late, 2)
-    assert "another rank stopped waiting for this one" in message_of_the_late_one
-    assert "Lost rank 1" in message
-    assert "did not arrive within 0.3 s" in message
 
 
 def test_without_torch_distributed_nothing_is_registered(monkeypatch):
