@@ -20,7 +20,8 @@ from oracles.ring_order import add_in_ring_order
 from support.expectations import raises
 from support.marks import slow
 from support.native_extension import needs_shared_memory
-from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
+from support.processes import in_ranks, run_ranks_to_any_end
+from support.waiting import eventually
 
 from psengine.collectives.base import Collective
 from psengine.collectives.own_group import form_collective
@@ -158,8 +159,7 @@ def test_an_expelled_rank_that_goes_on_changes_nothing(
         (tmp_path / "process").write_text(str(os.getpid()))
         stopped.touch()
         os.kill(os.getpid(), signal.SIGSTOP)
-    while not stopped.exists():
-        time.sleep(0.01)
+    eventually(stopped.exists)
     until_s = time.monotonic() + (60 if rank == 1 else 0.3)
     try:
         for work in works:
@@ -216,18 +216,20 @@ def test_a_group_is_left_within_a_message(tmp_path):
     assert results[1].error is None, results[1].error
 
 
-def meet_often(rank: int, world_size: int, folder: Path, shares_memory: bool) -> list[tuple[int, int]]:
-    """Returns how many files and threads this process has after each group."""
+@pytest.mark.parametrize("shares_memory", WAYS)
+@in_ranks(2, init_group=False)
+def test_a_group_takes_its_files_and_threads_along(
+    rank: int, world_size: int, tmp_path: Path, shares_memory: bool
+) -> None:
     found = []
     for number in range(4):
-        memory = Memory(form(folder, str(number), range(world_size), rank, shares_memory=shares_memory))
+        memory = Memory(form(tmp_path, str(number), range(world_size), rank, shares_memory=shares_memory))
         memory.compute(1)
         memory.add_up(1)
-        has_sum = folder / f"rank 1 has sum {number}"
+        has_sum = tmp_path / f"rank 1 has sum {number}"
         if rank == 1:
             has_sum.touch()
-        while not has_sum.exists():
-            time.sleep(0.01)
+        eventually(has_sum.exists)
         if rank == 0:
             hanging = memory.collective.all_reduce(torch.ones(1))
             memory.collective.abandon()
@@ -235,13 +237,7 @@ def meet_often(rank: int, world_size: int, folder: Path, shares_memory: bool) ->
         del memory
         gc.collect()
         found.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
-    return found
-
-
-@pytest.mark.parametrize("shares_memory", WAYS)
-def test_a_group_takes_its_files_and_threads_along(tmp_path, shares_memory):
-    for found in run_ranks(meet_often, 2, tmp_path, shares_memory, init_group=False):
-        assert found[-1] == found[1], found
+    assert found[-1] == found[1], found
 
 
 @pytest.mark.parametrize("shares_memory", WAYS)

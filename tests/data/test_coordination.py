@@ -2,7 +2,6 @@
 
 import enum
 import io
-import logging
 import math
 import os
 import pickle
@@ -13,6 +12,7 @@ import pytest
 import torch
 from support.expectations import assert_identical, raises
 from support.processes import run_ranks
+from support.table_training import warnings_of
 
 import psengine
 from psengine.errors import (
@@ -147,11 +147,10 @@ def of_the_job(rank: int, world_size: int, is_independent: bool) -> None:
         assert time.monotonic() - started_s < 30, "it waits for nobody"
         with raises(ConfigurationError, "expected 0 to 0, got 1"):
             psengine.broadcast_object(1, from_rank=1)
-        log = io.StringIO()
-        logging.getLogger("psengine.data.metrics").addHandler(logging.StreamHandler(log))
+        warnings = warnings_of("psengine.data.metrics")
         assert [psengine.sum(2), psengine.sum(3), psengine.mean(4.0)] == [2, 3, 4.0]
         said = [f"psengine.{verb}() counts the value of worker {rank} alone" for verb in ("sum", "mean")]
-        assert [line.partition(":")[0] for line in log.getvalue().splitlines()] == said
+        assert [line.partition(":")[0] for line in warnings] == said
     with open(os.devnull if rank else os.environ["PRINTED"], "a") as file:
         psengine.print("worker", rank, sep="=", end=";", file=file, flush=True)
     with open(os.environ["PRINTED"], "a") as file:

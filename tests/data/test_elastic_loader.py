@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.processes import forkserver, run_ranks
+from support.processes import forkserver, in_ranks
 from support.waiting import eventually
 from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as loader_process
@@ -433,7 +433,8 @@ def test_a_process_alone_plays_one_virtual_worker():
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def play_own_rank(rank: int, world_size: int) -> tuple[list[list[int]], list[float]]:
+@in_ranks(2)
+def test_each_rank_of_a_process_group_plays_one(rank, world_size):
     loader = psengine.ElasticLoader(range(11), 2, shuffle=False)
     batches, means = [], []
     for epoch in loader.epochs(1):
@@ -442,24 +443,11 @@ def play_own_rank(rank: int, world_size: int) -> tuple[list[list[int]], list[flo
                 batches.append(batch.tolist())
                 step.record(0.1 + 0.2 * rank)
             means.append(step.mean())
-    return batches, means
+    assert batches == ([[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]])[rank]
+    assert means == [(0.1 + (0.1 + 0.2)) / 2] * 3
 
 
-def test_each_rank_of_a_process_group_plays_one():
-    mean = (0.1 + (0.1 + 0.2)) / 2
-    assert run_ranks(play_own_rank, 2) == [
-        ([[0, 1], [4, 5], [8, 9]], [mean] * 3),
-        ([[2, 3], [6, 7], [10]], [mean] * 3),
-    ]
-
-
-def disagree(rank: int, world_size: int) -> str:
-    loader = psengine.ElasticLoader(range(11), 2, seed=rank)
-    with pytest.raises(ReplicaMismatchError) as raised:
-        next(loader.epochs(1))
-    return str(raised.value)
-
-
-def test_ranks_that_disagree_are_told_both_values():
-    for message in run_ranks(disagree, 2):
-        assert "ElasticLoader's seed" in message
+@in_ranks(2)
+def test_ranks_that_disagree_are_told_both_values(rank, world_size):
+    with pytest.raises(ReplicaMismatchError, match="ElasticLoader's seed"):
+        next(psengine.ElasticLoader(range(11), 2, seed=rank).epochs(1))

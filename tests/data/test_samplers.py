@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.processes import run_ranks
+from support.processes import in_ranks
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 import psengine
@@ -131,14 +131,10 @@ def test_what_is_refused(options, error, message):
         psengine.ProportionalSampler(**{"dataset": range(9), "num_replicas": 2, "rank": 0, **options})
 
 
-def place_by_group(rank: int, world_size: int) -> tuple[list[int], list[int]]:
-    return list(psengine.ProportionalSampler(range(6), [1, 2], shuffle=False)), list(
-        psengine.EvaluationSampler(range(3))
-    )
-
-
-def test_the_place_is_the_default_group_s():
-    assert run_ranks(place_by_group, 2) == [([1, 4], [0, 2]), ([0, 2, 3, 5], [1])]
+@in_ranks(2)
+def test_the_place_is_the_default_group_s(rank, world_size):
+    assert list(psengine.ProportionalSampler(range(6), [1, 2], shuffle=False)) == ([1, 4], [0, 2, 3, 5])[rank]
+    assert list(psengine.EvaluationSampler(range(3))) == ([0, 2], [1])[rank]
 
 
 def test_the_place_is_the_launcher_s_without_a_group(monkeypatch):

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.expectations import raises
 from support.native_extension import SHARED_MEMORY
+from support.native_twins import Net
 from support.processes import in_ranks, run_ranks
 from torch import nn
 
@@ -27,7 +29,7 @@ class Poisonable(nn.Module):
 
 def poisoned(
     rank: int, world_size: int, value: float, guilty: tuple[int, ...], options: dict[str, Any], width: int
-) -> dict[str, Any]:
+) -> None:
     torch.manual_seed(0)
     model = psengine.DistributedDataParallel(Poisonable(width), check_finite=True, **options)
     x = torch.ones(2, width)
@@ -36,62 +38,40 @@ def poisoned(
         model(x).backward()
     before = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=False)
-    try:
+    with pytest.raises(NonFiniteGradientError) as raised:
         model(x, value if rank in guilty else 0.0).backward()
-    except NonFiniteGradientError as error:
-        own = {name: p.grad.clone() for name, p in model.named_parameters()}
-        found = {"ranks": error.ranks, "parameters": error.parameters, "message": str(error), "own": own}
-    else:
-        raise AssertionError("nothing was raised")
+    assert (raised.value.ranks, raised.value.parameters) == (guilty, ("middle.weight",))
+    assert f"rank {guilty[0]}: 2 values, first in parameter 'middle.weight'" in str(raised.value)
+    for name, p in model.named_parameters():
+        is_poisoned = rank in guilty and name == "module.middle.weight"
+        assert p.grad.isfinite().all() != is_poisoned, f"an average was written to {name}"
     # The ranks are still in step: the next backward is as if nothing had happened.
     model.zero_grad()
     model(x).backward()
     for name, p in model.named_parameters():
         assert torch.equal(p.grad, before[name]), name
-    return found
 
 
 # Small gradients are packed together, large ones each on its own.
 @pytest.mark.parametrize(("value", "width"), [(math.nan, 4), (math.inf, 200)])
 @pytest.mark.parametrize("collective", ["c10d", SHARED_MEMORY])
 def test_every_rank_names_the_guilty_one(value, width, collective):
-    options = {"collective": collective}
-    results = run_ranks(poisoned, 3, value, (1,), options, width)
-    for rank, result in enumerate(results):
-        assert result["ranks"] == (1,)
-        assert result["parameters"] == ("middle.weight",)
-        assert "rank 1: 2 values, first in parameter 'middle.weight'" in result["message"]
-        for name, gradient in result["own"].items():
-            is_poisoned = rank == 1 and name == "module.middle.weight"
-            assert gradient.isfinite().all() != is_poisoned, f"an average was written to {name}"
-
-
-class Sometimes(nn.Module):
-    """One of its layers is for some ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.common, self.rare = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, uses_rare: bool) -> torch.Tensor:
-        y = self.common(x)
-        return self.rare(y) if uses_rare else y
+    run_ranks(poisoned, 3, value, (1,), {"collective": collective}, width)
 
 
 @in_ranks(2)
 def test_a_static_graph_knows_what_others_use_though_its_first_backward_raised(rank, world_size):
     torch.manual_seed(0)
-    model = psengine.DistributedDataParallel(Sometimes(), static_graph=True, check_finite=True)
+    model = psengine.DistributedDataParallel(Net(), static_graph=True, check_finite=True)
     with pytest.raises(NonFiniteGradientError):
         model(torch.full((1, 4), math.nan), rank == 0).sum().backward()
     model.zero_grad()
     model(torch.ones(1, 4), rank == 0).sum().backward()
-    assert model.module.rare.bias.grad.tolist() == [0.5] * 4, f"rank {rank}: rank 0 used it"
+    assert model.module.spare.bias.grad.tolist() == [0.5] * 4, f"rank {rank}: rank 0 used it"
 
 
 def test_a_single_rank_is_told_too():
-    [result] = run_ranks(poisoned, 1, math.inf, (0,), {}, 4)
-    assert result["ranks"] == (0,)
+    run_ranks(poisoned, 1, math.inf, (0,), {}, 4)
 
 
 class SparseAndUnused(nn.Module):
@@ -103,36 +83,20 @@ class SparseAndUnused(nn.Module):
         return self.embedding(indices)
 
 
-def sparse_and_undefined(rank: int, world_size: int) -> tuple[str, bool]:
+@in_ranks(2)
+def test_sparse_gradients_are_counted(rank, world_size):
     model = psengine.DistributedDataParallel(SparseAndUnused(), check_finite=True, find_unused_parameters=True)
-    try:
+    with raises(NonFiniteGradientError, "rank 1: 4 values, first in parameter 'embedding.weight'"):
         (model(torch.tensor([0, 3])) * (math.nan if rank == 1 else 1.0)).sum().backward()
-    except NonFiniteGradientError as error:
-        return str(error), bool(model.module.embedding.weight.grad.to_dense().isfinite().all())
-    raise AssertionError("nothing was raised")
+    is_finite = bool(model.module.embedding.weight.grad.to_dense().isfinite().all())
+    assert is_finite == (rank == 0), "the healthy rank's gradient became the average"
 
 
-def test_sparse_gradients_are_counted():
-    results = run_ranks(sparse_and_undefined, 2)
-    for message, _ in results:
-        assert "rank 1: 4 values, first in parameter 'embedding.weight'" in message
-    assert results[0][1], "the healthy rank's gradient became the average"
-
-
-def on_servers(rank: int, world_size: int) -> str:
+@in_ranks(2)
+def test_over_servers_the_guilty_worker_raises(rank, world_size):
     model = psengine.DistributedDataParallel(Poisonable(), strategy="sync-server", check_finite=True)
     model(torch.ones(2, 4)).backward()
-    try:
-        if rank == 1:
+    if rank == 1:
+        with raises(NonFiniteGradientError, "rank 1: 2 values, first in parameter 'middle.weight'"):
             model(torch.ones(2, 4), math.nan).backward()
-    except NonFiniteGradientError as error:
-        return str(error)
-    finally:
-        model.leave()
-    return "finite"
-
-
-def test_over_servers_the_guilty_worker_raises():
-    first, second = run_ranks(on_servers, 2)
-    assert first == "finite"
-    assert "rank 1: 2 values, first in parameter 'middle.weight'" in second
+    model.leave()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from support.native_extension import needs_shared_memory
-from support.processes import run_ranks
+from support.processes import in_ranks
 from torch import nn
 
 import psengine
@@ -23,7 +23,9 @@ def module_of(frame: FrameType | None) -> str | None:
     return path.relative_to(PACKAGE).as_posix() if path.is_relative_to(PACKAGE) else None
 
 
-def follow_a_bucket(rank: int, world_size: int) -> tuple[set[str], list[str]]:
+@needs_shared_memory
+@in_ranks(2)
+def test_a_bucket_enters_few_files_and_leaves_its_driver_four_times(rank: int, world_size: int) -> None:
     """The files that the second of three buckets enters, and the functions that its driver calls in other files."""
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3)))
@@ -52,11 +54,5 @@ def follow_a_bucket(rank: int, world_size: int) -> tuple[set[str], list[str]]:
     sys.setprofile(note)
     loss.backward()
     sys.setprofile(None)
-    return files, calls
-
-
-@needs_shared_memory
-def test_a_bucket_enters_few_files_and_leaves_its_driver_four_times():
-    for files, calls in run_ranks(follow_a_bucket, 2):
-        assert len(files) <= MAX_FILES, sorted(files)
-        assert calls == ["pack_rest", "begin", "result", "unpack"]
+    assert len(files) <= MAX_FILES, sorted(files)
+    assert calls == ["pack_rest", "begin", "result", "unpack"]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.expectations import raises
+from support.marks import slow
 from support.processes import in_ranks, run_ranks
 from torch import nn
 
@@ -46,8 +47,8 @@ TRAVELLING = "diloco:every=4,fragments=2,overlap=3,keep=0.25,compress="
 LOSSY = [TRAVELLING + codec for codec in ("int8", "fp4", "topk,ratio=0.3", "bf16")]
 
 
-def saved_by_one_rank(rank: int, world_size: int, name: str, saver: int) -> list[torch.Tensor]:
-    """The parameters after training in which ``saver`` alone saves after each step, or nobody where it is no rank."""
+def saved_by_one_rank(rank: int, name: str, saver: int | None) -> list[torch.Tensor]:
+    """The parameters after training in which ``saver`` alone saves after each step."""
     model, optimizer = wrapped(name)
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -58,42 +59,33 @@ def saved_by_one_rank(rank: int, world_size: int, name: str, saver: int) -> list
     return [p.detach().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(LOSSY[0]), *(pytest.param(n, marks=pytest.mark.slow) for n in LOSSY[1:])]
-)
-def test_one_rank_alone_saves_while_a_fragment_travels(name):
-    wanted = run_ranks(saved_by_one_rank, 2, name, 2)
-    for own, plain in zip(run_ranks(saved_by_one_rank, 2, name, 1), wanted, strict=True):
-        assert all(map(torch.equal, own, plain))
+@pytest.mark.parametrize("name", [LOSSY[0], *map(slow, LOSSY[1:])])
+@in_ranks(2)
+def test_one_rank_alone_saves_while_a_fragment_travels(rank: int, world_size: int, name: str) -> None:
+    assert all(map(torch.equal, saved_by_one_rank(rank, name, 1), saved_by_one_rank(rank, name, None)))
 
 
-def resumed(rank: int, world_size: int, names: list[str], saves_at: int | None) -> list[list[torch.Tensor]]:
-    found = []
-    for name in names:
-        model, optimizer = wrapped(name)
-        for step in range(STEPS):
-            if step == saves_at:
-                state = copy.deepcopy(model.state_dict()), copy.deepcopy(model.strategy.state_dict())
-                model, optimizer = wrapped(name)
-                model.load_state_dict(state[0])
-                model.strategy.load_state_dict(state[1])
-                assert any("sent" in part for part in model.strategy.state_dict()["parts"])
-            optimizer.zero_grad()
-            loss_of(model, rank, step).backward()
-            optimizer.step()
-        found.append([p.detach().clone() for p in model.parameters()])
-    return found
+def resumed(rank: int, name: str, saves_at: int | None) -> list[torch.Tensor]:
+    model, optimizer = wrapped(name)
+    for step in range(STEPS):
+        if step == saves_at:
+            state = copy.deepcopy(model.state_dict()), copy.deepcopy(model.strategy.state_dict())
+            model, optimizer = wrapped(name)
+            model.load_state_dict(state[0])
+            model.strategy.load_state_dict(state[1])
+            assert any("sent" in part for part in model.strategy.state_dict()["parts"])
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
 
 
-def test_what_travels_is_sent_again_with_what_its_codec_had_left_out():
+@in_ranks(2)
+def test_what_travels_is_sent_again_with_what_its_codec_had_left_out(rank, world_size):
     """Exactly with one residual a rank; sliced sums have a second one, which a checkpoint adds to the first."""
-    names = [TRAVELLING + codec for codec in ("topk,ratio=0.3", "bf16", "int8")]
-    wanted, found = (run_ranks(resumed, 2, names, saves_at) for saves_at in (None, 10))
-    for own, plain in zip(found, wanted, strict=True):
-        assert all(map(torch.equal, own[0], plain[0]))
-        assert all(map(torch.equal, own[1], plain[1]))
-        for one, other in zip(own[2], plain[2], strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=2e-3)
+    for codec, tolerance in (("topk,ratio=0.3", 0.0), ("bf16", 0.0), ("int8", 2e-3)):
+        own, plain = (resumed(rank, TRAVELLING + codec, saves_at) for saves_at in (10, None))
+        torch.testing.assert_close(own, plain, rtol=0, atol=tolerance)
 
 
 def gone_on_with(rank: int, world_size: int, state: dict[str, Any]) -> list[torch.Tensor]:

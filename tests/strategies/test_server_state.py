@@ -6,7 +6,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
 import torch
 from support.processes import run_ranks
 from support.server_process import running_server
@@ -70,15 +69,14 @@ def test_the_first_snapshot_is_there_before_the_first_step_and_older_than_the_op
                 ranks.result()
 
 
-@pytest.mark.parametrize("strategy", ["async", "diloco-server:every=1,grace=0,outer_lr=1,outer_momentum=0"])
-def test_a_checkpoint_loaded_after_wrapping_is_trained_from_by_all(strategy, server):
-    job = f"load after {strategy[:5]}"
-    run_ranks(loaded_after_wrapping, 3, server.addresses[0], strategy, job)
+@at_servers(3)
+def test_a_checkpoint_loaded_after_wrapping_is_trained_from_by_all(rank, world_size):
+    for strategy in ("async", "diloco-server:every=1,grace=0,outer_lr=1,outer_momentum=0"):
+        load_after_wrapping(rank, strategy)
 
 
-def loaded_after_wrapping(rank: int, world_size: int, address: str, strategy: str, job: str) -> None:
-    use(address)
-    os.environ["PSENGINE_JOB"] = job
+def load_after_wrapping(rank: int, strategy: str) -> None:
+    os.environ["PSENGINE_JOB"] = f"load after {strategy[:5]}"
     checkpoint = network().state_dict()
     module = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 3))
     wrapped = psengine.DistributedDataParallel(module, strategy=strategy)

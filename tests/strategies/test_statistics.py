@@ -38,20 +38,6 @@ def test_without_servers(rank, world_size):
         torch.nn.functional.cross_entropy(model(x), y).backward()
 
 
-def over_servers(rank: int, world_size: int, addresses: tuple[str, ...], strategy: str) -> Any:
-    """Servers are named in the strategy's text: two of them, or one."""
-    os.environ.pop("PSENGINE_SERVERS", None)
-    model, optimizer = wrapped_with(f"{strategy}:servers={','.join(addresses)},job={strategy}{len(addresses)}")
-    train(model, optimizer, batches(rank, 4))
-    torch.distributed.barrier()
-    statistics = model.statistics()
-    torch.distributed.barrier()
-    model.leave()
-    with raises(ReductionError, "before model.leave()"):
-        model.statistics()
-    return statistics
-
-
 @pytest.fixture(scope="module")
 def two_servers():
     with running_server() as one, running_server() as other:
@@ -59,21 +45,32 @@ def two_servers():
 
 
 @pytest.mark.parametrize(("strategy", "count"), [("async", 2), ("sync-server", 2), ("async", 1)])
-def test_servers_named_in_the_strategy_count(two_servers, strategy, count):
+@in_ranks(2)
+def test_servers_named_in_the_strategy_count(
+    rank: int, world_size: int, two_servers: tuple[str, str], strategy: str, count: int
+) -> None:
+    os.environ.pop("PSENGINE_SERVERS", None)
     assert all(address.startswith("tcp://") for address in two_servers)
-    for rank, found in enumerate(run_ranks(over_servers, 2, two_servers[:count], strategy)):
-        assert (found.strategy, found.job, found.steps) == (strategy, f"{strategy}{count}", 4)
-        assert (found.worker, found.live_workers) == (rank, (0, 1))
-        # A push of a chunk is as large as its answer; the model came to the servers from one worker.
-        numel = sum(p.numel() for p in build(0).parameters() if p.requires_grad)
-        assert found.bytes_sent > 2 * 4 * 4 * numel
-        assert found.bytes_received > 2 * 4 * 4 * numel
-        assert found.updates >= 2 * 4
-        if strategy == "async":
-            assert sum(found.staleness.values()) == found.updates
-            assert min(found.staleness) >= 0
-        else:
-            assert set(found.staleness) <= {0}
+    model, optimizer = wrapped_with(f"{strategy}:servers={','.join(two_servers[:count])},job={strategy}{count}")
+    train(model, optimizer, batches(rank, 4))
+    torch.distributed.barrier()
+    found = model.statistics()
+    torch.distributed.barrier()
+    model.leave()
+    with raises(ReductionError, "before model.leave()"):
+        model.statistics()
+    assert (found.strategy, found.job, found.steps) == (strategy, f"{strategy}{count}", 4)
+    assert (found.worker, found.live_workers) == (rank, (0, 1))
+    # A push of a chunk is as large as its answer; the model came to the servers from one worker.
+    numel = sum(p.numel() for p in build(0).parameters() if p.requires_grad)
+    assert found.bytes_sent > 2 * 4 * 4 * numel
+    assert found.bytes_received > 2 * 4 * 4 * numel
+    assert found.updates >= 2 * 4
+    if strategy == "async":
+        assert sum(found.staleness.values()) == found.updates
+        assert min(found.staleness) >= 0
+    else:
+        assert set(found.staleness) <= {0}
 
 
 def meet(folder: Path, rank: int, place: str) -> None:
@@ -108,18 +105,14 @@ def test_servers_number_workers_that_have_no_number(two_servers, tmp_path):
     assert sorted(results) == [(0, 0, True, 2), (1, 1, False, 2)]
 
 
-def independent(rank: int, world_size: int, address: str) -> Any:
-    os.environ.update(PSENGINE_SERVERS=address, PSENGINE_JOB="independent")
+@in_ranks(2, init_group=False)
+def test_an_independent_worker_has_its_number_at_the_servers_and_its_part_of_the_data(rank, world_size, two_servers):
+    os.environ.update(PSENGINE_SERVERS=two_servers[0], PSENGINE_JOB="independent")
     os.environ.update(PSENGINE_WORKER=str(1 - rank), PSENGINE_WORKERS="2")
     context = psengine.init()
     model, optimizer = wrapped_with("async", seed=rank)
     train(model, optimizer, batches(rank, 1))
-    found = context.rank, context.worker, model.statistics().worker, len(psengine.ProportionalSampler(range(10)))
-    evaluated = len(psengine.EvaluationSampler(range(10)))
+    assert (context.rank, context.worker, model.statistics().worker) == (0, 1 - rank, 1 - rank)
+    assert len(psengine.ProportionalSampler(range(10))) == 5
+    assert len(psengine.EvaluationSampler(range(10))) == 10
     model.leave()
-    return *found, evaluated
-
-
-def test_an_independent_worker_has_its_number_at_the_servers_and_its_part_of_the_data(two_servers):
-    results = run_ranks(independent, 2, two_servers[0], init_group=False)
-    assert results == [(0, 1, 1, 5, 10), (0, 0, 0, 5, 10)]

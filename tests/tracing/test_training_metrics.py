@@ -1,6 +1,5 @@
 """A training's own metrics: of rank 0 alone, on a port that was asked for, and never training's end."""
 
-import logging
 import os
 import re
 import socket
@@ -9,6 +8,7 @@ import urllib.request
 import pytest
 import torch
 from support.processes import in_ranks
+from support.table_training import warnings_of
 
 import psengine
 from psengine.errors import EnvironmentVariableError
@@ -37,10 +37,7 @@ def fetch(url):
 @in_ranks(2)
 def test_rank_0_tells_of_its_steps(rank, world_size, strategy):
     os.environ["PSENGINE_METRICS_PORT"] = "0"
-    records = []
-    handler = logging.Handler()
-    handler.emit = records.append
-    logging.getLogger("psengine.tracing.training_metrics").addHandler(handler)
+    said = warnings_of("psengine.tracing.training_metrics")
     torch.manual_seed(0)
     model = psengine.DistributedDataParallel(torch.nn.Linear(4, 2), strategy=strategy)
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
@@ -51,7 +48,6 @@ def test_rank_0_tells_of_its_steps(rank, world_size, strategy):
         model(torch.ones(8, 4)).sum().backward()
         optimizer.step()
         model.report(loss=float("nan") if step == 2 else 1.0, samples=16)
-    said = [record.getMessage() for record in records]
     assert len(said) == (rank == 0), "rank 0 alone has a port"
     if rank == 0:
         found = values(fetch(re.search(r"http://\S+:\d+", said[0])[0]))

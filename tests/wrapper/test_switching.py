@@ -8,6 +8,7 @@ import torch
 from support.expectations import raises
 from support.processes import free_port, in_ranks, run_ranks
 from support.server_process import running_server
+from support.server_training import at_servers
 from torch import nn
 
 import psengine
@@ -40,8 +41,9 @@ ROUTE = (
 )
 
 
-def travel(rank: int, world_size: int, servers: dict[str, str]) -> None:
-    os.environ.update(servers)
+@at_servers(2)
+def test_a_training_goes_through_the_strategies(rank, world_size):
+    os.environ["PSENGINE_JOB"] = "travel"
     model = psengine.DistributedDataParallel(make_model(), strategy="sync")
     optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5), model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
@@ -76,11 +78,6 @@ def travel(rank: int, world_size: int, servers: dict[str, str]) -> None:
         step_once(one, optimizer_of_one, rank, step)
     assert all(map(torch.equal, values(model), values(twin)))
     model.leave()
-
-
-def test_a_training_goes_through_the_strategies():
-    with running_server() as server:
-        run_ranks(travel, 2, {"PSENGINE_SERVERS": server.addresses[0], "PSENGINE_JOB": "travel"})
 
 
 @in_ranks(2)
@@ -148,17 +145,14 @@ def test_a_server_that_dies_after_the_checks_leaves_an_error_and_what_can_be_sav
         run_ranks(lose_the_server, 2, server.addresses[0], server.pid)
 
 
-def test_a_job_that_has_a_model_is_refused():
-    with running_server() as server:
-        run_ranks(meet_a_model, 1, server.addresses[0], "held")
-
-
-def meet_a_model(rank: int, world_size: int, address: str, job: str) -> None:
-    other = psengine.DistributedDataParallel(make_model(), strategy=f"async:servers={address},job={job}")
+@at_servers(1)
+def test_a_job_that_has_a_model_is_refused(rank, world_size):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=rank, world_size=world_size)
+    other = psengine.DistributedDataParallel(make_model(), strategy="async:job=held")
     model = psengine.DistributedDataParallel(make_model(), strategy="sync")
     from psengine.strategies.servers import discovery
 
     discovery._taken_jobs.clear()  # as in another process
     with raises(ConfigurationError, "have a model of job 'held' already", "another job="):
-        model.switch_strategy(f"async:servers={address},job={job}")
+        model.switch_strategy("async:job=held")
     other.leave()
