@@ -115,6 +115,33 @@ class Sparse(nn.Module):
         return self.head(torch.tanh(self.hidden(both)))
 
 
+class Shapes(nn.Module):
+    """Beside dense float32 what else a bucket may hold: half, complex, no elements, gradients across the memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none, self.narrow = nn.Parameter(torch.ones(0)), nn.Parameter(torch.randn(900, dtype=torch.float16))
+        self.turned = nn.Parameter(torch.randn(50, 20).t())
+        self.spiral = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+        self.head = nn.Linear(9, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = self.narrow.float().mean() + self.turned.expand(2, 20, 50).mean() + self.spiral.abs().sum()
+        return self.head(x * shift + self.none.sum())
+
+
+class Pieces(nn.Module):
+    """Parameters that fill more than one piece of a bucket; with "int8" and three ranks the second's slices differ."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(100_000, 8))
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x @ self.rows.T @ self.rows * 1e-5)
+
+
 MODELS = {
     "chunks": Model(Chunks, vectors(6)),
     "batch norm": Model(BatchNorm, images),
@@ -122,4 +149,6 @@ MODELS = {
     "mixed": Model(Mixed, vectors(10)),
     "unused": Model(Experts, routed, {"find_unused_parameters": True}),
     "sparse": Model(Sparse, words),
+    "shapes": Model(Shapes, vectors(9), {"gradient_as_bucket_view": True, "static_graph": True}),
+    "pieces": Model(Pieces, vectors(8)),
 }

@@ -25,10 +25,10 @@ STEPS = 4
 CODECS = ("bf16", "fp16", "int8", "int8,error_feedback=false", "fp4", "onebit", "topk,ratio=0.2")
 # Each with the models that the quick suite trains; the slow one trains all. Server strategies refuse sparse gradients.
 QUICK = {
-    "sync:compress=bf16": ["mixed"],
+    "sync:compress=bf16": ["mixed", "shapes"],
     "sync:compress=fp16": ["unused"],
-    "sync:compress=int8": ["batch norm", "own buffers", "unused", "sparse"],
-    "sync:compress=onebit": ["chunks"],
+    "sync:compress=int8": ["batch norm", "own buffers", "unused", "sparse", "shapes"],
+    "sync:compress=onebit": ["chunks", "shapes"],
     "sync-server:compress=fp16": ["mixed"],
     "sync-server:compress=int8": ["chunks", "batch norm", "unused"],
     "sync-server:compress=topk,ratio=0.2": ["chunks"],
@@ -149,6 +149,10 @@ def test_two_ranks_have_the_bits_of_the_rule(address):
     check(address, 2, [(strategy, strategy, model) for strategy, models in QUICK.items() for model in models])
 
 
+def test_three_ranks_have_the_bits_of_the_rule(address):
+    check(address, 3, [(f"sync:compress={codec}", f"sync:compress={codec}", "pieces") for codec in ("int8", "onebit")])
+
+
 def test_one_worker_under_async_has_the_bits_of_the_rule(address):
     check(address, 1, [(strategy, strategy, "chunks") for strategy in OF_ONE_WORKER])
 
@@ -169,5 +173,5 @@ def test_another_rule_has_other_bits(address):
 @pytest.mark.parametrize("strategy", WITH_CODECS)
 def test_every_model_follows_the_rule_of_every_codec(address, strategy, codec):
     name = with_codec(strategy, codec)
-    models = [model for model in MODELS if model != "sparse" or "server" not in strategy]
+    models = [model for model in MODELS if model != "pieces" and (model != "sparse" or "server" not in strategy)]
     check(address, 2, [(name, name, model) for model in models])
