@@ -1,6 +1,8 @@
-"""deploy/: files that nobody runs here name only what exists. tests/environment/test_slurm.py runs Slurm's scripts."""
+"""deploy/: files that nobody runs here name only what exists. tests/environment/test_slurm.py runs Slurm's scripts.
 
-import json
+Their commands are those of test_documentation.py.
+"""
+
 import os
 import re
 import shutil
@@ -14,80 +16,8 @@ from psengine.parameter_server.server.settings import ENVIRONMENT_PREFIX, Server
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
-SCRIPTS = sorted((DEPLOY / "slurm").glob("*.sbatch"))
 UNIT = DEPLOY / "systemd" / "psengine-server.service"
 DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
-
-
-def options_of(command):
-    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-
-
-@pytest.fixture(scope="module")
-def known():
-    """Program and subcommand to their options, as the programs themselves have them."""
-    import torch.distributed.run
-    from typer.main import get_command
-
-    from psengine.cli import main, server
-
-    serve = get_command(server.build_app(lambda *_: 0))
-    run = get_command(main.build_app()).commands["run"]
-    torchrun = {name for action in torch.distributed.run.get_args_parser()._actions for name in action.option_strings}
-    return {
-        "psengine-server": options_of(serve),
-        "psengine-server keygen": options_of(serve.commands["keygen"]),
-        "psengine run": options_of(run) | torchrun,
-    }
-
-
-def commands_in(text):
-    """(program, options) of each command line in a script or a text."""
-    for line in text.replace("\\\n", " ").splitlines():
-        found = re.search(
-            r"(?<![\w/-])(?:/usr/local/bin/)?(psengine-server keygen|psengine-server|psengine run)\s(.*)", line
-        )
-        if found and not line.lstrip().startswith("#"):
-            yield found[1], re.findall(r"(?<!\S)(--[a-z][a-z-]*)", found[2])
-
-
-def command_lines(path):
-    """What ``path`` starts, one command a line."""
-    if path.suffix == ".yaml":
-        return "\n".join(" ".join(map(str, command)) for command in commands_of(parsed(path)))
-    text = path.read_text()
-    if path.name == "Dockerfile":
-        arrays = re.findall(r"^(?:ENTRYPOINT|CMD) (\[.*\])$", text, re.MULTILINE)
-        return " ".join(word for array in arrays for word in json.loads(array))
-    return text
-
-
-def parsed(path):
-    yaml = pytest.importorskip("yaml")
-    return list(yaml.safe_load_all(path.read_text()))
-
-
-def commands_of(node):
-    if isinstance(node, dict):
-        if "command" in node:
-            yield [*node["command"], *node.get("args", [])]
-        for value in node.values():
-            yield from commands_of(value)
-    elif isinstance(node, list):
-        for value in node:
-            yield from commands_of(value)
-
-
-@pytest.mark.parametrize(
-    "path",
-    [*SCRIPTS, DOCKERFILE, DEPLOY / "kubernetes" / "base" / "servers.yaml"],
-    ids=lambda path: path.name,
-)
-def test_every_option_exists(path, known):
-    found = list(commands_in(command_lines(path)))
-    assert any(options for _, options in found)
-    for program, options in found:
-        assert set(options) <= known[program], program
 
 
 def test_ports_of_jobs_that_share_a_node_are_apart():

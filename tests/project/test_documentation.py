@@ -8,13 +8,17 @@ from typing import Any
 
 from typer.main import get_command
 
-from psengine.cli import main
+from psengine.cli import main, server
 from psengine.cli.launching.plan import torchrun_options
 from psengine.parameter_server.server.coordinator.states import JOB, WORKER
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md")), *sorted(ROOT.glob("deploy/**/*.md"))]
+DEPLOYED = [
+    *(ROOT / "deploy" / "slurm").glob("*.sbatch"),
+    *(ROOT / "deploy" / where for where in ("docker/Dockerfile", "kubernetes/base/servers.yaml")),
+]
 DEADLINE_S = 150
 
 
@@ -39,25 +43,40 @@ def test_the_tables_of_states_on_the_page_are_the_code_s():
         assert table in page, f"docs/design.md has another table; the code's:\n{table}"
 
 
-def options_of(command) -> set[str]:
-    """A command's options, and those of its own commands."""
-    own = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-    return own.union({"--help"}, *map(options_of, getattr(command, "commands", {}).values()))
+def options_of(name: str, command: Any) -> dict[str, set[str]]:
+    """By what is typed, a command's options, and those of its own commands."""
+    own = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    found = {name: {"--help", *own}}
+    for part, one in getattr(command, "commands", {}).items():
+        found |= options_of(f"{name} {part}", one)
+    return found
 
 
-def test_commands_in_the_documentation_have_the_options_they_are_given():
-    known = {name: options_of(command) for name, command in get_command(main.build_app()).commands.items()}
+def commands_in(path: Path) -> list[list[str]]:
+    text, line = path.read_text(), r"^[^#\n]*?(?<![\w/-])(psengine(?:-server| run) .*)$"
+    if path.suffix == ".md":
+        line = r"^\s*(?:[A-Z_]+=\S+ )*(psengine(?:-server)? (?!\w+:).*)$"  # no output
+        text = "\n".join(re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    text = re.sub(r'\\\n|\n +- (?=--)|", "', " ", text)  # how shells, YAML and JSON go on with a command
+    return [command.split() for command in re.findall(line, text, re.MULTILINE)]
+
+
+def test_commands_have_the_options_they_are_given():
+    known = options_of("psengine", get_command(main.build_app()))
+    known |= options_of("psengine-server", get_command(server.build_app(lambda *_: 0)))
     for name in ("run", "advise"):
-        known[name] |= torchrun_options().keys()
+        known[f"psengine {name}"] |= torchrun_options().keys()
     wrong = []
-    for page in PAGES:
-        shown = "\n".join(re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL))
-        for command, rest in re.findall(r"^\s*(?:[A-Z_]+=\S+ )*psengine (\w+)(.*)$", shown, re.MULTILINE):
-            if command not in known:
-                wrong.append(f"{page.name}: psengine {command}")
-                continue
-            given = re.split(r"\s\S+\.py\b|\s-m\s|#|\s\|", f" {rest}")[0]  # what follows the script is the script's
-            for option in re.findall(r"\s(--[a-z][a-z-]*)", given):
-                if option not in known[command]:
-                    wrong.append(f"{page.name}: psengine {command} {option}")
-    assert not wrong
+    for path in [*PAGES, *DEPLOYED]:
+        commands = commands_in(path)
+        assert commands or path in PAGES, f"no command is found in {path}"
+        for name, *rest in commands:
+            while rest and f"{name} {rest[0]}" in known:
+                name = f"{name} {rest.pop(0)}"
+            # What follows the script is the script's.
+            given = re.split(r"\s\S+\.py\b|\s-m\s|\s#|\s\|", f" {' '.join(rest)}")[0]
+            if name == "psengine" and not given.startswith(" --"):
+                wrong.append(f"{path.name}: psengine{given}")
+            unknown = set(re.findall(r"\s(--[a-z][a-z-]*)", given)) - known[name]
+            wrong += [f"{path.name}: {name} {option}" for option in unknown]
+    assert not wrong, wrong
