@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from oracles.codec_values import REFERENCE_VALUES, WithFeedback
 from support.top_one_codec import TopOne, register
 
 import psengine
@@ -179,19 +178,6 @@ def test_a_residual_is_given_back_once(codec, generator):
     assert not torch.equal(state.residual, kept)
     state.reset()
     assert not state.residual.any()
-
-
-@pytest.mark.parametrize("name", list(REFERENCE_VALUES))
-@pytest.mark.parametrize("numel", [1, 31, 32, 255, 257, 1500])
-def test_the_rule_in_plain_torch(name, numel, generator):
-    codec, rule = resolve_codec(name), WithFeedback(REFERENCE_VALUES[name]())
-    state = codec.make_state(numel, torch.float32, torch.device("cpu"))
-    for step in range(3):
-        values = values_of(numel, torch.float32, generator) * 10.0 ** (step * 8 - 8)
-        values[: numel // 3] = 0
-        arrived = decoded(codec, encoded(codec, values, state), numel, values.dtype)
-        assert torch.equal(arrived, rule(values))
-        assert torch.equal(state.residual, rule.residual)
 
 
 def descend(codec: Codec, rate: float, steps: int, state: CodecState | None) -> torch.Tensor:

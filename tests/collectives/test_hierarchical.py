@@ -5,8 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, nullcontext
-from itertools import product
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from support.other_user import live_on_host, needs_root
 from support.processes import free_port, run_ranks, run_ranks_to_any_end
 from support.tensors import SUMMED, addend
 
-import psengine
 from psengine.collectives.registry import collective_for, default_group
 from psengine.errors import PeerLostError
 
@@ -103,52 +101,6 @@ def test_a_dead_rank_is_named_on_every_host(victim, after_s):
         ranks, message = result.value
         assert ranks == (victim,), message
         assert "gradient bucket 3" in message
-
-
-def train_in_other_ways(rank: int, world_size: int, layout: tuple[int, ...]) -> None:
-    """Under each strategy and codec the weights are those of c10d, but for the order of additions."""
-    live_on_host(layout[rank])
-    found = {}
-    for collective, strategy in product(("c10d", "hierarchical"), WAYS):
-        torch.manual_seed(0)
-        model = psengine.DistributedDataParallel(
-            torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Tanh(), torch.nn.Linear(30, 3)),
-            strategy=strategy,
-            collective=collective,
-        )
-        optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
-        torch.manual_seed(rank)
-        batches = [torch.randn(8, 20) for _ in range(6)]
-        with model.join() if strategy == "sync" else nullcontext():
-            for inputs in batches[: 6 - rank] if strategy == "sync" else batches:
-                optimizer.zero_grad()
-                model(inputs).square().mean().backward()
-                optimizer.step()
-        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        assert all(torch.equal(weights, other) for other in psengine.gather(weights)), (strategy, collective)
-        found[collective, strategy] = weights
-    for strategy in WAYS:
-        ours, plain = found["hierarchical", strategy], found["c10d", strategy]
-        assert (ours - plain).abs().max() < (5e-3 if "bf16" in strategy or "fp16" in strategy else 1e-5), strategy
-        if strategy in SUM_NOTHING:
-            assert torch.equal(ours, plain), strategy
-
-
-SUM_NOTHING = tuple(f"sync:compress={codec}" for codec in ("int8", "fp4", "onebit", "topk,ratio=0.1"))
-WAYS = (
-    "sync",
-    "sync:shard_optimizer=true",
-    *SUM_NOTHING,
-    "sync:compress=bf16",
-    "sync:compress=fp16",
-    "local:every=2",
-    "diloco:every=2",
-)
-
-
-@pytest.mark.parametrize("layout", [(0, 0, 1), slow((0, 0, 1, 1)), slow((0, 1))])
-def test_strategies_codecs_and_uneven_inputs_need_no_other_collective(layout):
-    run_ranks(train_in_other_ways, len(layout), layout)
 
 
 SENT_BYTES = """

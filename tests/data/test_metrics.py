@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.expectations import assert_identical, raises
-from support.processes import free_port, in_ranks, run_ranks
+from support.processes import in_ranks, run_ranks
 from support.tensors import addend
 
-from psengine.collectives import registry
 from psengine.data import metrics
 from psengine.errors import ArgumentTypeError, ConfigurationError, ReplicaMismatchError
 
@@ -226,25 +225,3 @@ def test_subgroups(rank, world_size):
     assert metrics.mean(float(rank)) == 1.5
     with raises(TypeError, "process_group", "new_group()"):
         metrics.mean(1.0, other)
-
-
-def a_group_after_another(rank: int, world_size: int, port: int, meeting_port: int) -> None:
-    meeting = dist.TCPStore("127.0.0.1", meeting_port, is_master=False)
-    for generation in range(3):
-        # Each time on the same port: a cache that kept the last group would keep its store, and so the port.
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
-        assert metrics.sum(generation) == generation * world_size
-        assert metrics.mean(torch.tensor(float(rank))).item() == (world_size - 1) / 2
-        assert len(registry._collectives) == 1
-        dist.barrier()
-        dist.destroy_process_group()
-        assert metrics.sum(7) == 7
-        assert len(registry._collectives) == 0
-        # Nobody may connect to rank 0's last store, which is about to close.
-        meeting.set(f"{generation}/{rank}", "done")
-        meeting.wait([f"{generation}/{other}" for other in range(world_size)])
-
-
-def test_destroyed_groups_are_let_go():
-    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    run_ranks(a_group_after_another, 2, free_port(), meeting.port, init_group=False)

@@ -1,6 +1,5 @@
 """``model.batch_weight``: averages by samples, against one plain process over all ranks' samples."""
 
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from support.expectations import raises
 from support.processes import in_ranks, run_ranks
 from support.server_training import at_servers
+from support.table_training import warnings_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils._pytree import tree_leaves
@@ -103,7 +103,9 @@ def train_beside_one_process(rank: int, world_size: int, cases: list[Any], **mor
             together = tuple(map(torch.cat, zip(*batches, strict=True)))
             for (m, optimizer), (x, y) in zip(pairs, (batches[rank], together), strict=True):
                 optimizer.zero_grad(set_to_none=step % 2 == 0)
-                nn.functional.mse_loss(m(x), y).backward()  # nan where the batch is empty, and so are its gradients
+                # Gradients of a rank without samples are NaN, and count nothing.
+                loss = nn.functional.mse_loss(m(x), y) if len(x) else m(torch.ones_like(together[0])).sum() * math.nan
+                loss.backward()
                 optimizer.step()
         for (name, p), q in zip(reference.named_parameters(), model.parameters(), strict=True):
             assert torch.allclose(p, q, **tolerance), (build.__name__, options, name, (p - q).abs().max())
@@ -141,23 +143,6 @@ def test_parameters_that_some_batches_do_not_use(rank: int, world_size: int, col
 
 
 @in_ranks(2)
-def test_a_rank_without_samples_has_no_say(rank, world_size):
-    """Rank 0's gradients are NaN, and count nothing."""
-    x = torch.full((1, FEATURES), 1.5, dtype=torch.float64)
-    for build in (Perceptron, Sparse):
-        for options in ({}, {"gradient_as_bucket_view": True}, {"check_finite": True}):
-            model = DistributedDataParallel(seeded(build), **options)
-            reference = seeded(build)
-            reference(x).sum().backward()
-            for step in range(2):
-                model.batch_weight(5 * rank)
-                model.zero_grad(set_to_none=step == 0)
-                (model(x).sum() * (1.0 if rank else math.nan)).backward()
-                for p, q in zip(reference.parameters(), model.parameters(), strict=True):
-                    assert torch.equal(p.grad.to_dense(), q.grad.to_dense())
-
-
-@in_ranks(2)
 def test_micro_batches(rank, world_size):
     """The documented recipe: a mean over all of this rank's samples, one weight for all that it accumulates."""
     model = DistributedDataParallel(seeded(Perceptron))
@@ -180,7 +165,8 @@ def test_micro_batches(rank, world_size):
 JOINED_BATCHES = [0, 1, 3]
 
 
-def joined(rank: int, world_size: int) -> list[torch.Tensor]:
+@in_ranks(3)
+def test_ranks_that_joined_have_no_say(rank, world_size):
     model = DistributedDataParallel(seeded(Perceptron))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with model.join(divide_by_initial_world_size=False):
@@ -190,11 +176,6 @@ def joined(rank: int, world_size: int) -> list[torch.Tensor]:
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def test_ranks_that_joined_have_no_say():
-    results = run_ranks(joined, 3)
     reference = seeded(Perceptron)
     optimizer = torch.optim.SGD(reference.parameters(), lr=0.05)
     for step in range(3):
@@ -203,12 +184,12 @@ def test_ranks_that_joined_have_no_say():
         optimizer.zero_grad()
         nn.functional.mse_loss(reference(x), y).backward()
         optimizer.step()
-    for result in results:
-        for p, q in zip(reference.parameters(), result, strict=True):
-            assert torch.allclose(p, q, **FLOAT64)
+    for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(p, q, **FLOAT64)
 
 
-def refusals(rank: int, world_size: int) -> None:
+@in_ranks(2)
+def test_what_is_refused(rank, world_size):
     model = DistributedDataParallel(seeded(Perceptron))
     for weight, error, text in [
         (-1, ConfigurationError, "expected a finite number >= 0, got -1"),
@@ -235,11 +216,7 @@ def refusals(rank: int, world_size: int) -> None:
     )
     with raises(ConfigurationError, "no delay_all_reduce_named_params"):
         model.batch_weight(1)
-
-
-def test_what_is_refused():
-    run_ranks(refusals, 2)
-    with pytest.raises(ConfigurationError, match=r"strategy 'sync' does not average gradients by samples"):
+    with raises(ConfigurationError, "strategy 'sync' does not average gradients by samples"):
         Strategy.weigh(psengine.SyncAllReduce(), 2.0)  # what a strategy of one's own inherits
     Strategy.weigh(psengine.SyncAllReduce(), None)
 
@@ -257,10 +234,7 @@ def test_servers_average_by_weight_or_refuse(rank, world_size):
 @at_servers(2)
 def test_servers_leave_out_a_step_in_which_nobody_has_a_say(rank, world_size):
     """The third of four, and one more by a closure. Buffers are rank 0's, as after any step."""
-    messages = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("psengine.strategies.servers").addHandler(handler)
+    messages = warnings_of("psengine.strategies.servers")
     network = seeded(lambda: nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, 40)), torch.float32)
     model = DistributedDataParallel(network, strategy="sync-server:compress=int8")
     plain = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
