@@ -1,13 +1,18 @@
 """Timelines: what is in the file, whatever the model does meanwhile; and nothing changes by it."""
 
+import contextlib
 import json
 import os
+import shutil
 import time
 
 import pytest
 import torch
 from support.native_extension import needs_shared_memory
+from support.native_twins import assert_same_gradients, pair
 from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import psengine
 from psengine.tracing.timeline import EXCHANGE, find_parts, merge_parts, part_path, recorder, span
@@ -216,18 +221,15 @@ def test_workers_of_servers_show_pushes_and_what_came_back(tmp_path, strategy):
         assert _end(found["push"]) == pytest.approx(_end(found["wait"]))
 
 
-def _train_under_torch_profiler(rank, world_size):
+@needs_shared_memory
+@in_ranks(2)
+def test_torch_profiler_shows_operations_in_shared_memory(rank, world_size):
     model = _model(collective="shared_memory")
     for _ in range(2):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             model(torch.randn(3, 8)).sum().backward()
-    return {event.key for event in profiler.key_averages()}
-
-
-@needs_shared_memory
-def test_torch_profiler_shows_operations_in_shared_memory():
-    for names in run_ranks(_train_under_torch_profiler, 2):
-        assert {"psengine:all_reduce", "psengine:wait_for_all_reduce", "psengine:broadcast"} <= names
+    names = {event.key for event in profiler.key_averages()}
+    assert {"psengine:all_reduce", "psengine:wait_for_all_reduce", "psengine:broadcast"} <= names
 
 
 def test_a_full_timeline_stops_and_says_so(tmp_path, monkeypatch, caplog):
@@ -239,3 +241,59 @@ def test_a_full_timeline_stops_and_says_so(tmp_path, monkeypatch, caplog):
     trace = json.loads((tmp_path / "out.json").read_text())
     assert len(_spans(trace)) == 3
     assert "full after 3 spans" in caplog.text
+
+
+class Choosy(nn.Module):
+    """Raises for a batch with NaN, half-way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x):
+        y = self.layers[0](x)
+        if y.isnan().any():
+            raise ValueError("a bad batch")
+        return self.layers[1:](y)
+
+
+def _bad_batch_after(model, x):
+    """A complete forward, one that raises and is caught, and the backward of the first."""
+    output = model(x)
+    with contextlib.suppress(ValueError):
+        model(torch.full_like(x, torch.nan))
+    output.square().sum().backward()
+
+
+def _checkpointed(model, x):
+    checkpoint(model, x.requires_grad_(), use_reentrant=False).square().sum().backward()
+
+
+@in_ranks(2)
+def test_a_forward_that_was_interrupted_fails_no_later_step(rank, world_size, tmp_path):
+    programs = (_bad_batch_after, _checkpointed)
+    for options in ({}, {"find_unused_parameters": True}):
+        ours, native = pair(Choosy, **options)
+        ours._set_ddp_runtime_logging_sample_rate(3)
+        with psengine.timeline(str(tmp_path / "timeline.json")):
+            # All of the first ten iterations are sampled, then every third: programs meet both kinds.
+            for step in range(20):
+                for program in programs:
+                    for model in (ours, native):
+                        torch.manual_seed(100 * rank + step)
+                        model.zero_grad()
+                        program(model, torch.randn(3, 4))
+                    assert_same_gradients(ours, native)
+        times = ours._get_ddp_logging_data()
+        assert times["backward_compute_time_start"] >= times["forward_compute_time_start"] > 0
+
+
+@in_ranks(2)
+def test_a_timeline_that_cannot_be_written_ends_no_training(rank, world_size, tmp_path):
+    folder = tmp_path / "runs"
+    folder.mkdir(exist_ok=True)
+    model = _model()
+    with psengine.timeline(str(folder / "timeline.json")):
+        model(torch.ones(2, 8)).sum().backward()
+        if rank == 0:
+            shutil.rmtree(folder)
