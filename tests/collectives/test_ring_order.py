@@ -9,7 +9,7 @@ from oracles.ring_order import MAX_SEGMENT_BYTES, add_in_ring_order
 from support.marks import slow
 from support.native_extension import needs_shared_memory
 from support.processes import in_ranks, run_ranks
-from support.tensors import FLOATS
+from support.tensors import FLOATS, addend, digest
 
 from psengine.collectives.registry import collective_for, default_group
 
@@ -28,20 +28,6 @@ def sizes(dtype: torch.dtype, world_size: int, *, is_thorough: bool) -> list[int
     return [*small, 4096, 8192, 300_001, *edges] if is_example else [*small, edges[4]]
 
 
-def addend(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of many magnitudes, so that almost every other order of addition gives other bits."""
-    generator = torch.Generator().manual_seed(rank * 1000 + numel % 977)
-    if dtype.is_complex:
-        part = torch.float64 if dtype == torch.complex128 else torch.float32
-        return torch.complex(addend(rank, numel, part), addend(rank + 50, numel, part))
-    values = torch.randn(numel, generator=generator) * torch.exp2(torch.randint(-4, 5, (numel,), generator=generator))
-    return (values * 100).to(dtype)
-
-
-def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
-
-
 def compare_with_gloo(rank: int, world_size: int, is_thorough: bool) -> int:
     """The rule, and shared memory in place and with memory of its own, against ``dist.all_reduce``."""
     compared = 0
@@ -54,12 +40,14 @@ def compare_with_gloo(rank: int, world_size: int, is_thorough: bool) -> int:
             dist.all_reduce(torch.view_as_real(expected) if dtype.is_complex else expected)
             found = torch.empty_like(expected)
             add_in_ring_order(addends, found)
-            assert is_same(found, expected), f"{dtype}, {numel} elements"
+            assert digest(found) == digest(expected), f"{dtype}, {numel} elements"
             in_place = shared.allocate(numel, dtype, CPU)  # complex: not in shared memory
             for flat in (in_place, torch.empty_like(expected)):
                 flat.copy_(addends[rank])
                 shared.all_reduce(flat).wait()
-                assert is_same(flat, expected), f"shared memory, in place: {flat is in_place}, {dtype}, {numel}"
+                assert digest(flat) == digest(expected), (
+                    f"shared memory, in place: {flat is in_place}, {dtype}, {numel}"
+                )
             compared += 1
     return compared
 
@@ -102,4 +90,4 @@ def test_numbers_of_every_kind_have_gloos_bits(rank: int, world_size: int) -> No
         assert is_nan.any()
         assert expected.isinf().any()
         assert torch.equal(found.isnan(), is_nan)
-        assert is_same(found[~is_nan], expected[~is_nan]), (dtype, numel, scale)
+        assert digest(found[~is_nan]) == digest(expected[~is_nan]), (dtype, numel, scale)
