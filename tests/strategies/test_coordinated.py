@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 from support import elastic_training, wide_training
 from support.command_process import (
-    RunningCommand,
     run_command,
     running_command,
 )
@@ -55,11 +54,6 @@ def undisturbed() -> str:
     return digest
 
 
-def await_checkpoint(command: RunningCommand, directory: Path) -> None:
-    """A thread writes it, while steps go on."""
-    command.wait_until(lambda: list(directory.glob("checkpoint-*.safetensors")))
-
-
 def test_whoever_dies_the_weights_are_those_of_the_undisturbed_run(tmp_path):
     arguments = ["run", "--workers", "3", *INDEPENDENT, "--server-option", "lease_s=2", SCRIPT, "0.02"]
     hold = Hold(tmp_path, 40)
@@ -82,7 +76,8 @@ def test_when_all_die_at_once_training_goes_on_from_a_checkpoint(tmp_path):
     arguments = ["run", "--workers", "2", *INDEPENDENT, SCRIPT, "0.02"]
     hold = Hold(tmp_path, 40)
     with running_command(arguments, environment={"TEST_CHECKPOINTS": str(tmp_path), **hold.environment}) as command:
-        await_checkpoint(command, tmp_path)
+        # A thread writes it, while steps go on.
+        command.wait_until(lambda: list(tmp_path.glob("checkpoint-*.safetensors")))
         processes = {process_of(command, worker, 9) for worker in (0, 1)}
         for process in processes:
             os.kill(process, signal.SIGKILL)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.expectations import raises
+from support.marks import slow
 from support.native_extension import SHARED_MEMORY
 from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
 from torch import nn
@@ -173,20 +174,17 @@ def train_all(rank: int, world_size: int, collective: str, names: list[str], com
         assert_same(found, wanted)
 
 
-@pytest.mark.parametrize(("world_size", "collective"), [(2, "auto"), (3, "c10d")])
-def test_equals_the_unsharded_run(world_size, collective):
-    run_ranks(train_all, world_size, collective, ["nesterov", "adamw", "own"])
+QUICK = ["nesterov", "adamw", "own"]
+EVERY = [slow(world_size, collective, [*OPTIMIZERS]) for world_size in (1, 2, 3, 4) for collective in ("auto", "c10d")]
+
+
+@pytest.mark.parametrize(("world_size", "collective", "names"), [(2, "auto", QUICK), (3, "c10d", QUICK), *EVERY])
+def test_equals_the_unsharded_run(world_size, collective, names):
+    run_ranks(train_all, world_size, collective, names)
 
 
 def test_equals_the_unsharded_run_with_a_codec():
     run_ranks(train_all, 2, "auto", ["adamw-fused"], "compress=int8")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("collective", ["auto", "c10d"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_every_optimizer_equals_the_unsharded_run(world_size, collective):
-    run_ranks(train_all, world_size, collective, list(OPTIMIZERS))
 
 
 def goes_on(rank: int, world_size: int, name: str, options: dict[str, Any], state: Any) -> tuple[Any, Any, Any]:

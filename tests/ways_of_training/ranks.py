@@ -9,7 +9,6 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -86,16 +85,6 @@ class Ranks:
         for rank in range(self._world_size):
             workers.start(serve, rank, self._world_size, store.port, self._servers, directory)
         self._workers = workers.workers
-
-
-@contextlib.contextmanager
-def ranks_of(world_size: int, servers: str) -> Iterator[Ranks]:
-    """Ranks that end with the block."""
-    ranks = Ranks(world_size, servers)
-    try:
-        yield ranks
-    finally:
-        ranks.stop()
 
 
 def serve(reports: Reports, rank: int, world_size: int, port: int, servers: str, directory: str) -> None:

@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import torch
 from support.server_process import running_server
-from ways_of_training.ranks import Cell, Ranks, ranks_of
+from ways_of_training.ranks import Cell, Ranks
 from ways_of_training.table import COLUMNS, ROWS, SYNC, oracle_of, workers_of
 
 from psengine.parameter_server.server.coordinator import coordinators
@@ -37,7 +37,8 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 
         def of(world_size: int) -> Ranks:
             if world_size not in started:
-                started[world_size] = stack.enter_context(ranks_of(world_size, server.addresses[0]))
+                started[world_size] = Ranks(world_size, server.addresses[0])
+                stack.callback(started[world_size].stop)
             return started[world_size]
 
         yield of
