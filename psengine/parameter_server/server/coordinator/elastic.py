@@ -94,10 +94,10 @@ class ElasticCoordinator(Coordinator):
             return []
         places = self.rule["virtual_workers"] - len(members)
         if self.view is None:
-            # Workers that are under way may still come back to a server that has just started.
+            # Workers may still come back, with a state, to a server that has just started: spare ones may be quicker.
             is_young = self._now_s - self._interfaces.started_s < self._lease_s
-            expected = places if is_young else self.world_size
-            are_enough = len(waiting) >= min(expected, places) or self._waited_s() >= self._lease_s
+            expected = max(places, self.world_size) if is_young else min(places, self.world_size)
+            are_enough = len(waiting) >= expected or self._waited_s() >= self._lease_s
             may_come = are_enough and self._have_values(waiting)
         else:  # not where it begins anew, or the training is over
             may_come = bool(members) and not any(one.leaving for one in members) and not any(self.came.values())
