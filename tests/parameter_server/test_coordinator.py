@@ -804,7 +804,7 @@ def test_a_newcomer_who_is_first_at_a_restarted_coordinator_waits_for_those_who_
     bench.restart(with_disk=False)
     bench.world_size = 4
     for spare in (bench.worker(rank) for rank in range(3, 6)):
-        spare.hello()
+        spare.hello(checkpoint=1)
     assert bench.view is None
     first.reconnect()
     assert bench.view.states[0].completed is not None
