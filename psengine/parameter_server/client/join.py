@@ -272,10 +272,10 @@ def leave(job: JobConnection, *, failed: bool = False) -> Flow[None]:
     here. A worker that is in the middle of a step, or failed in one, has no such average and waits for nobody.
     """
     options, view, steps = job.options, job.view, job.steps
-    if not job.control.is_up or job.fatal is not None:
-        return
     has_others = options.averages and view is not None and len(view.members) > 1
     is_needed = has_others and not (failed or steps.open or steps.has_failed)
+    if job.fatal is not None or not (is_needed or job.control.is_up):
+        return
     timeout_s = min(options.timeout_s, EMBEDDED_LEAVE_S if options.is_embedded else math.inf)
     job.is_leaving = True
     body = {"completed": steps.completed, "failed": failed, "untouched": not job.has_changed}

@@ -216,6 +216,24 @@ def test_who_leaves_an_embedded_server_waits_less_for_it(monkeypatch, caplog):
     assert re.search(r"did not answer LEAVE for \d\.", caplog.text)
 
 
+def test_who_leaves_while_the_coordinator_is_away_says_so_when_it_is_back():
+    with (
+        running_server(lease_s=2.0) as server,
+        crew(server.addresses[0], 2) as workers,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        wait_all([one.push(0, torch.ones(4), [torch.zeros(4)]) for one in workers])
+        leaver = workers[0].job_connection
+        server.signal(signal.SIGSTOP)
+        eventually(lambda: not leaver.control.is_up)
+        leaving = pool.submit(workers[0].close)
+        eventually(lambda: leaver.is_leaving or leaving.done())
+        server.signal(signal.SIGCONT)
+        leaving.result()
+        (departed,) = eventually(lambda: server.coordinated("job")["departed"])
+        assert departed["reason"] == "left"
+
+
 def test_an_embedded_server_that_cannot_start_shows_why():
     with pytest.raises(ServerError, match=r"exit code 2.*\n.*shards"):
         EmbeddedServer.start(arguments=["--shards", "0"])
