@@ -62,8 +62,8 @@ def seeded(build: Callable[[], nn.Module], dtype: torch.dtype = torch.float64) -
 
 
 def share_of(rank: int, step: int) -> int:
-    """Samples of a rank: uneven, and rank 0's third batch is empty."""
-    return 0 if (rank, step) == (0, 2) else 1 + 3 * rank + (step + rank) % 3
+    """Samples of a rank: uneven, and rank 0's third and fourth batches are empty."""
+    return 0 if rank == 0 and step in (2, 3) else 1 + 3 * rank + (step + rank) % 3
 
 
 def batches_of(step: int, world_size: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:

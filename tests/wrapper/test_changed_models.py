@@ -108,9 +108,10 @@ def test_conversions_after_wrapping_are_refused(rank, world_size):
     with raises(ReductionError, "'head.weight'"):
         train(ddp, 1)
 
-    # Who only evaluates may convert.
-    ddp = psengine.DistributedDataParallel(Head())
-    train(ddp, 1)
+    # A forward without a backward is no conversion, and who only evaluates may convert.
+    ddp = psengine.DistributedDataParallel(Head(), find_unused_parameters=True)
+    ddp(torch.ones(1, 4))
+    train(ddp, 2)
     with torch.no_grad():
         ddp.double()
         ddp(torch.ones(1, 4))
