@@ -233,16 +233,12 @@ def test_the_log_says_that_memory_is_shared_and_the_variable_turns_it_off(server
 SIZE = 8192
 
 
-@pytest.fixture
-def made():
-    return Segment.make("psengine-worker", SIZE - 100)
-
-
 def opened(segment):
     return Segment.of_process(os.getpid(), segment.descriptor)
 
 
-def test_its_owner_alone_writes_and_nobody_changes_its_size(made):
+def test_its_owner_alone_writes_and_nobody_changes_its_size():
+    made = Segment.make("psengine-worker", SIZE - 100)
     theirs = opened(made)
     made.tensor(64, 4, torch.float32).fill_(3.0)
     assert theirs.tensor(64, 4, torch.float32).tolist() == [3.0] * 4
@@ -257,7 +253,8 @@ def test_its_owner_alone_writes_and_nobody_changes_its_size(made):
         os.close(other)
 
 
-def test_tensors_outlive_it(made):
+def test_tensors_outlive_it():
+    made = Segment.make("psengine-worker", SIZE)
     theirs = opened(made)
     written, read = made.tensor(64, 100, torch.float32), theirs.tensor(64, 100, torch.float32)
     written.copy_(torch.arange(100.0))

@@ -23,10 +23,6 @@ def ids_of(*ids):
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def random_rows(count, generator, dim=4):
-    return torch.randn(count, dim, generator=generator)
-
-
 def kept(shard):
     """All rows that exist, by chunk: (version, id -> (row, state, stamp))."""
     found = {}
@@ -230,7 +226,7 @@ def test_a_snapshot_writes_the_rows_that_changed(tmp_path):
     def save(*ids):
         if ids:
             ids = ids_of(*ids)
-            worker.push_rows(0, next(steps), ids, random_rows(len(ids), generator, 64))
+            worker.push_rows(0, next(steps), ids, torch.randn(len(ids), 64, generator=generator))
         return store.save(ServerState([world.shard.capture(store.last + 1, store.kept_rows())]))
 
     save(*range(1000))

@@ -21,14 +21,6 @@ def settings_of(*arguments):
     return found[0]
 
 
-def test_argument_beats_environment_beats_default(monkeypatch):
-    monkeypatch.setenv("PSENGINE_SHARDS", "3")
-    monkeypatch.setenv("PSENGINE_LEASE_S", "8.5")
-    monkeypatch.setenv("PSENGINE_STATUS_PORT", "")
-    settings = settings_of("--shards", 4)
-    assert (settings.shards, settings.lease_s, settings.status_port) == (4, 8.5, None)
-
-
 def test_every_setting_can_be_given_in_each_way(tmp_path, monkeypatch):
     values = {
         "bind": "tcp://0.0.0.0:9000", "shards": 2, "snapshot_dir": str(tmp_path), "snapshot_interval_s": 10.0,
@@ -47,6 +39,9 @@ def test_every_setting_can_be_given_in_each_way(tmp_path, monkeypatch):
     assert by_argument.max_memory_bytes == 2 << 30
     assert by_argument.snapshot_dir == Path(tmp_path)
     assert by_argument.plugins == ("json", "os.path")
+    monkeypatch.setenv("PSENGINE_STATUS_PORT", "")
+    settings = settings_of("--shards", 4)  # beats the environment
+    assert (settings.shards, settings.lease_s, settings.status_port) == (4, 2.0, None)
 
 
 @pytest.mark.parametrize(
