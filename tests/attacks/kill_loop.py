@@ -147,13 +147,13 @@ class Pairs:
             roles = [role(server) if server.is_alive else "" for server in self.members[number]]
             return [side for side in range(2) if roles[side] == "leading"]
 
-        return eventually(found, "a leader", timeout_s=PATIENCE_S)[0]
+        return eventually(found, "a leader")[0]
 
     def await_sync(self, number: int) -> None:
         """Until the follower of a pair may take over."""
         server = self.members[number][self.leader(number)]
         try:
-            eventually(lambda: server.status()["replica"]["is_in_sync"], "a follower in sync", timeout_s=PATIENCE_S)
+            eventually(lambda: server.status()["replica"]["is_in_sync"], "a follower in sync")
         except AssertionError as error:
             found = [one.status() | {"shards": (), "jobs": ()} for one in self.members[number] if one.is_alive]
             raise AssertionError(f"{error}\n{found[0]}\n{found[1:]}") from error
@@ -293,7 +293,7 @@ class AsyncTrial:
         if self._servers.running[0].status()["snapshot"] is not None:
             with WorkerSession(SessionOptions(addresses=self._servers.addresses, job="job")) as reader:
                 ask = functools.partial(reader.administer, {"action": "snapshot"})
-                eventually(lambda: all("Durable" in one["text"] for one in ask()), "a snapshot", timeout_s=PATIENCE_S)
+                eventually(lambda: all("Durable" in one["text"] for one in ask()), "a snapshot")
 
     def _pause(self) -> list[tuple[int, int]]:
         before = [len(paused(worker)) for worker in self._workers]
@@ -305,7 +305,7 @@ class AsyncTrial:
             assert not failed, failed
             return all(len(paused(one)) > count for one, count in zip(self._workers, before, strict=True))
 
-        eventually(are_all_paused, "the pause of all", timeout_s=PATIENCE_S, interval_s=0.005)
+        eventually(are_all_paused, "the pause of all", interval_s=0.005)
         return [paused(worker)[count] for worker, count in zip(self._workers, before, strict=True)]
 
     def _resume(self) -> None:

@@ -4,7 +4,6 @@ import os
 import random
 import socket
 import struct
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ import zmq
 from fuzz.fuzz_frames import SEEDS, mutate
 from support.server_process import Peer, ServerProcess, running_server
 from support.shard_world import AVERAGE
+from support.waiting import eventually
 
 from psengine.parameter_server.server import daemon
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, NOBODY
@@ -64,13 +64,15 @@ def hello_flood(server: ServerProcess) -> None:
 
 def idle_connections(server: ServerProcess) -> None:
     """Connections that shake hands, answer zmq's own heartbeats and say nothing."""
+    files = Path(f"/proc/{server.pid}/fd")
+    before = len(os.listdir(files))
     with zmq.Context() as context, ExitStack() as held:
         for _ in range(100):
             dealer = held.enter_context(context.socket(zmq.DEALER))
             dealer.linger = 0
             dealer.setsockopt(zmq.RECONNECT_IVL, -1)
             dealer.connect(server.addresses[0])
-        time.sleep(0.5)
+        eventually(lambda: len(os.listdir(files)) >= before + 100, "it has taken the connections")
         assert_serves(server)
 
 

@@ -154,7 +154,7 @@ def test_an_expelled_rank_that_goes_on_changes_nothing(
     memory.compute(2)
     works = memory.begin(2)
     works = itertools.chain([next(works)], works)
-    stopped = tmp_path / "stopped"
+    stopped, has_ended = tmp_path / "stopped", tmp_path / "has ended"
     if rank == 1:
         (tmp_path / "process").write_text(str(os.getpid()))
         stopped.touch()
@@ -170,6 +170,7 @@ def test_an_expelled_rank_that_goes_on_changes_nothing(
     if rank == 1:
         with raises(CollectiveError, "barrier failed on rank 1"):
             memory.collective.barrier().wait()
+        has_ended.touch()
         return
     assert time.monotonic() < until_s + SOON_S
     memory.collective.abandon()
@@ -182,10 +183,11 @@ def test_an_expelled_rank_that_goes_on_changes_nothing(
     assert time.monotonic() < began_s + SOON_S, "dropping a group waits for its works"
     if rank == 0:
         os.kill(int((tmp_path / "process").read_text()), signal.SIGCONT)
-    for step in range(2, 20):
+    step = 1
+    while not all(memory.collective.gather(torch.tensor(has_ended.exists()))):
+        step += 1
         memory.compute(step)
         memory.add_up(step)
-        time.sleep(0.02)
     memory.collective.barrier().wait()
 
 

@@ -16,10 +16,12 @@ import torch.distributed as dist
 from support.expectations import raises
 from support.native_extension import needs_shared_memory
 from support.processes import in_ranks, run_ranks, run_ranks_to_any_end
+from support.waiting import eventually
 
 from psengine.collectives.c10d import C10dCollective
 from psengine.collectives.registry import collective_for
 from psengine.collectives.shared_memory.collective import SharedMemoryCollective
+from psengine.environment.processes import process_state
 from psengine.errors import CollectiveError, PeerLostError, SharedMemoryUnavailableError
 from psengine.kernels import native
 
@@ -30,12 +32,12 @@ MIB = 1024 * 1024
 
 
 @contextmanager
-def sending(delay_s: float, number: int) -> Iterator[None]:
-    """Another process sends a signal to this one, after ``delay_s``."""
+def sending(number: int) -> Iterator[None]:
+    """Another process sends a signal to this one, once it sleeps."""
     this_process = os.getpid()
     sender = os.fork()
     if sender == 0:
-        time.sleep(delay_s)
+        eventually(lambda: process_state(this_process) == "S")
         os.kill(this_process, number)
         os._exit(0)
     try:
@@ -53,6 +55,16 @@ def connect(**options: Any) -> SharedMemoryCollective:
     collective = shared_memory(**options)
     collective.connect()
     return collective
+
+
+def await_sleeper(collective: SharedMemoryCollective, rank: int = 0) -> None:
+    """Until ``rank`` sleeps, in an operation that this rank has not begun."""
+
+    def sleeps() -> bool:
+        states = collective._extension.shared_memory_states(collective._group)
+        return states[rank][1] > states[collective.rank][1] and process_state(states[rank][0]) == "S"
+
+    eventually(sleeps, f"rank {rank} sleeps")
 
 
 def mapped_segments() -> list[str]:
@@ -73,6 +85,7 @@ def test_a_long_wait_sleeps(rank, world_size):
     for _ in range(3):
         cpu_s, began_s = time.thread_time(), time.monotonic()
         if rank == 1:
+            await_sleeper(collective)
             time.sleep(0.2)
         collective.sum(torch.ones(3))
         if rank == 0:
@@ -90,15 +103,14 @@ def leave(rank: int, world_size: int, way: str) -> tuple[tuple[int, ...], str]:
         for work in works:
             work.wait()
         if way == "closes":
-            time.sleep(0.3)  # the others wait by then
+            time.sleep(0.3)  # the others wait by then, or will
             collective.close()
             with raises(CollectiveError, "the collective is closed"):
                 collective.barrier().wait()
-            time.sleep(0.7)
             return (), ""
         os._exit(0)  # an interpreter that ends in order may close the collective first: then the rank has left
     if rank == 2:
-        time.sleep(0.5)  # rank 1 is gone, and everything it was needed for is there
+        time.sleep(0.5)  # rank 1 is gone, or will be; it may need this rank first
     for work, flat in zip(works, flats, strict=True):
         work.wait()
         assert (flat == world_size).all()
@@ -111,7 +123,7 @@ def leave(rank: int, world_size: int, way: str) -> tuple[tuple[int, ...], str]:
 
 @pytest.mark.parametrize(("way", "fate"), [("closes", "has left the group"), ("exits", "has exited")])
 def test_a_rank_that_leaves_is_missed_where_it_is_needed(way, fate):
-    results = run_ranks_to_any_end(leave, 3, way)
+    results = run_ranks_to_any_end(leave, 3, way, leave_together=way == "closes")
     for result in (results[0], results[2]):
         assert result.error is None, result.error
         assert result.value[0] == (1,)
@@ -217,7 +229,7 @@ def test_ctrl_c_ends_a_wait(rank: int, world_size: int) -> None:
         return
     work = collective.all_reduce(flat)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with sending(0.3, signal.SIGINT), raises(KeyboardInterrupt):
+    with raises(KeyboardInterrupt), sending(signal.SIGINT):
         work.wait()
     dist.barrier()  # until here rank 1 has not come
     work.wait()  # the interrupt ended the wait, not the operation
@@ -225,22 +237,23 @@ def test_ctrl_c_ends_a_wait(rank: int, world_size: int) -> None:
 
 
 @in_ranks(2)
-def test_signals_disturb_no_wait(rank: int, world_size: int) -> None:
+def test_signals_disturb_no_wait(rank: int, world_size: int, tmp_path: Path) -> None:
     """Signals at a high rate, as a sampling profiler sends them, whose handler uses the collective's lock itself."""
-    collective = connect()
+    collective, has_waited = connect(), tmp_path / "has waited"
     if rank == 1:
-        time.sleep(1.0)
+        eventually(has_waited.exists)
     else:
         sampled = []
 
         def sample(*_: Any) -> None:
             sampled.append(collective._extension.shared_memory_progress(collective._group))
+            if len(sampled) == 2000:
+                has_waited.touch()
 
         signal.signal(signal.SIGALRM, sample)
         signal.setitimer(signal.ITIMER_REAL, 0.0001, 0.0001)
-        started = time.monotonic()
         # A system call that a signal broke off says nothing of rank 1.
-        while time.monotonic() < started + 0.5 or len(sampled) <= 100:
+        while len(sampled) < 1000:
             assert all(is_running for *_, is_running in collective._extension.shared_memory_states(collective._group))
     collective.barrier().wait()
     if rank == 0:
@@ -260,7 +273,7 @@ def test_threads_of_one_rank(rank: int, world_size: int) -> None:
     churning = threading.Thread(target=allocate_and_free)
     churning.start()
     if rank == 1:
-        time.sleep(1)
+        await_sleeper(collective)
     flats = [torch.ones(n) for n in (10, 500_000, 20, 300_000)]
     works = [collective.all_reduce(flat) for flat in flats]
     waiting = [threading.Thread(target=work.wait) for work in reversed(works)]

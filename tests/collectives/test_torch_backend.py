@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -298,8 +297,8 @@ def lose_a_rank(rank: int, world_size: int, how: str) -> tuple[str, Any]:
     dist.all_reduce(tensor, group=group)
     if rank != 1 and how == "ddp":
         dist.all_reduce(tensor, group=group, async_op=True)
+    dist.barrier()
     if rank == 1:
-        time.sleep(0.3)
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         if how == "wait":

@@ -2,7 +2,7 @@
 
 import os
 import signal
-import time
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,6 +18,7 @@ from support.waiting import eventually
 from support.worker_sessions import crew, entered
 
 from psengine import DistributedDataParallel, SyncServer
+from psengine.environment.processes import process_state
 from psengine.errors import ServerError
 from psengine.parameter_server.client import operation
 from psengine.parameter_server.client.operation import Push
@@ -67,8 +68,7 @@ def stop_half_way(address: str, pipe, timeout_s: float) -> None:
         done.append(is_in_lent_memory(source))
         if len(done) == 3 and done[-1]:
             pipe.send("half way")
-            os.kill(os.getpid(), signal.SIGSTOP)
-            time.sleep(0.05)  # another thread may take the signal first
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # os.kill: another thread may take it, later
         real(target + half, source + half, size_bytes - half)
 
     operation.ctypes = SimpleNamespace(memmove=halting)
@@ -86,10 +86,6 @@ def stop_half_way(address: str, pipe, timeout_s: float) -> None:
         session.close()
 
 
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().split()[2] == "T"
-
-
 @pytest.mark.parametrize("end", ["member", "replaced", "server killed"])
 def test_a_worker_that_stops_half_way_through_an_answer_gets_one_version(end):
     ours, theirs = forkserver.Pipe()
@@ -104,7 +100,7 @@ def test_a_worker_that_stops_half_way_through_an_answer_gets_one_version(end):
         try:
             assert ours.poll(120)
             assert ours.recv() == "half way"
-            eventually(lambda: is_stopped(worker.pid))
+            eventually(lambda: process_state(worker.pid) == "T")
             if end == "replaced":
                 eventually(lambda: 1 not in others[0].members)
                 others.append(entered_worker(server.addresses[0], 1))

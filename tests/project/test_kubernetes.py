@@ -208,7 +208,7 @@ def test_the_containers_train_and_go_on_after_failures(tmp_path, strategy):
 
         def probe(name):
             command = server.here(found[name]["exec"]["command"])
-            return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
+            return subprocess.run(command, capture_output=True, timeout=DEADLINE_S).returncode == 0
 
         eventually(lambda: probe("startupProbe"), "the startup probe")
         workers = [Pod(job, replaced, index=index) for index in range(2)]
@@ -230,14 +230,14 @@ def test_the_containers_train_and_go_on_after_failures(tmp_path, strategy):
         eventually(lambda: len({line["pid"] for line in lines_of(out)[1]}) == 2, "its steps", timeout_s=DEADLINE_S)
         # The server's pod moves: it ends in order, and another takes its name and its claim.
         processes[0].send_signal(signal.SIGTERM)
-        assert processes[0].wait(30) == 0
+        assert processes[0].wait(DEADLINE_S) == 0
         processes.append(server.start("server", tmp_path)[1])
         hold.release()
-        codes = [process.wait(90) for process in running]
+        codes = [process.wait(DEADLINE_S) for process in running]
         assert codes == [0, 0], (tmp_path / "worker-0.log").read_text() + (tmp_path / "worker-1.log").read_text()
         assert probe("livenessProbe")
         processes[-1].terminate()
-        assert processes[-1].wait(30) == 0
+        assert processes[-1].wait(DEADLINE_S) == 0
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):

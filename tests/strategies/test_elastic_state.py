@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -291,12 +291,14 @@ def test_a_checkpoint_that_cannot_be_written_stops_nobody(tmp_path, caplog):
 
 
 def test_a_checkpoint_is_left_out_while_another_is_written(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(checkpoints, "to_file", lambda parts: time.sleep(0.3) or to_file(parts))
+    may_end = threading.Event()
+    monkeypatch.setattr(checkpoints, "to_file", lambda parts: may_end.wait(60.0) and to_file(parts))
     found = Checkpoints(1, tmp_path)
     training = Training(0)
     found.write(training.snapshot(1))
     found.write(training.snapshot(2))
     assert "the checkpoint of step 2 is left out" in caplog.text
+    may_end.set()
     found.close()
     assert names(tmp_path) == ["checkpoint-000000000001.safetensors"]
 

@@ -47,12 +47,8 @@ class EtcdServer:
         arguments += ["--initial-cluster", ",".join(cluster)]
         arguments += ["--listen-client-urls", self._url, "--advertise-client-urls", self._url]
         if self._certificate is not None:
-            arguments += [
-                "--cert-file",
-                str(self._certificate),
-                "--key-file",
-                str(self._certificate.with_name("key.pem")),
-            ]
+            arguments += ["--cert-file", str(self._certificate), "--key-file"]
+            arguments += [str(self._certificate.with_name("key.pem"))]
         self._process = subprocess.Popen(["etcd", *arguments], stdout=self._log, stderr=self._log)
 
     def await_health(self) -> None:
@@ -63,7 +59,7 @@ class EtcdServer:
         """A request without an answer of interest."""
         context = None if self._certificate is None else ssl.create_default_context(cafile=self._certificate)
         url, data = f"{self._url}/v3/{path}", json.dumps(body).encode()
-        urllib.request.urlopen(urllib.request.Request(url, data), timeout=5.0, context=context).close()
+        urllib.request.urlopen(urllib.request.Request(url, data), timeout=60.0, context=context).close()
 
     def signal(self, number: int) -> None:
         """Send it a signal, such as SIGSTOP."""

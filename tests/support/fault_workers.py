@@ -38,7 +38,7 @@ class Reports:
         """Tell the test, with the time."""
         self._connection.send_bytes(pickle.dumps((what, value, time.monotonic())))
 
-    def await_go(self, timeout_s: float = 60.0) -> Any:
+    def await_go(self, timeout_s: float = 150.0) -> Any:
         """Wait for ``Worker.go``; what it was given."""
         if not self._connection.poll(timeout_s):
             raise TimeoutError("the test never said go")
@@ -133,7 +133,7 @@ class Worker:
         failures = [value for said, value, _ in self.heard if said == "failed"]
         return "\n".join([str(words[-3:]), self.log.read_text(errors="replace"), *failures])
 
-    def result(self, timeout_s: float = 60.0) -> Any:
+    def result(self, timeout_s: float = 120.0) -> Any:
         """What its function returned."""
         return self.wait_for("result", timeout_s)[0]
 

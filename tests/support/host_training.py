@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 import psengine
 from support.holding import held
+from support.waiting import eventually
 
 DEADLINE_S = 120.0
 
@@ -95,10 +96,8 @@ class Training:
     def _meet(self, what: str) -> None:
         """Until all replicas are here; over the file system, which no link harms."""
         (self._folder / f"{what} {self._rank}").touch()
-        deadline_s = time.monotonic() + DEADLINE_S
-        while any(not (self._folder / f"{what} {rank}").exists() for rank in range(self._plan["size"])):
-            assert time.monotonic() < deadline_s, f"others never reached {what}"
-            time.sleep(0.02)
+        places = [self._folder / f"{what} {rank}" for rank in range(self._plan["size"])]
+        eventually(lambda: all(place.exists() for place in places), f"all reach {what}", timeout_s=DEADLINE_S)
 
 
 def main() -> None:

@@ -2,9 +2,11 @@
 
 import os
 import signal
-import time
 from contextlib import suppress
 from pathlib import Path
+
+from psengine.environment.processes import has_exited, process_state
+from support.waiting import eventually
 
 
 def children_of(pid: int) -> list[int]:
@@ -32,14 +34,10 @@ def command_line(pid: int) -> str:
 
 
 def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in ("Z", "X")
+    return not has_exited(pid)
 
 
-def send_signal(process: int, number: int, timeout_s: float = 10.0) -> None:
+def send_signal(process: int, number: int, timeout_s: float = 60.0) -> None:
     """Send ``number`` to a process; after SIGSTOP return once all of its threads have stopped, which on a busy machine
     they do only when it is their turn.
 
@@ -49,18 +47,9 @@ def send_signal(process: int, number: int, timeout_s: float = 10.0) -> None:
     os.kill(process, number)
     if number != signal.SIGSTOP:
         return
-    deadline_s = time.monotonic() + timeout_s
-    while not _is_stopped(process):
-        assert time.monotonic() < deadline_s, f"process {process} did not stop within {timeout_s:g} s"
-        time.sleep(0.005)
+    eventually(lambda: _is_stopped(process), f"process {process} has stopped", timeout_s=timeout_s, interval_s=0.005)
 
 
 def _is_stopped(process: int) -> bool:
-    states = []
-    for status in Path(f"/proc/{process}/task").glob("*/stat"):
-        try:
-            # Behind the name, which may hold anything.
-            states.append(status.read_text().rpartition(")")[2].split()[0])
-        except OSError:
-            continue  # the thread has ended meanwhile
-    return all(state in "TtZX" for state in states)
+    threads = Path(f"/proc/{process}/task").glob("*")
+    return all((process_state(int(thread.name)) or "X") in "TtZX" for thread in threads)  # None: it has ended meanwhile

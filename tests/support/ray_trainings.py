@@ -89,6 +89,8 @@ def train(config):
 
     def servers():
         with psengine.connect(os.environ["PSENGINE_SERVERS"].split(","), role="reader") as client:
+            (snapshot,) = client.session.administer({"action": "snapshot"})
+            assert "Durable" in snapshot["text"], snapshot
             return client.status()
 
     for epoch in range(first_epoch, config["epochs"]):
@@ -104,7 +106,6 @@ def train(config):
         if config["kill"] == "error" and (worker, epoch) == (0, 1) and is_first("worker failed"):
             raise ValueError("bad data")
         if config["kill"] == "server" and (worker, epoch) == (0, 2) and is_first("server killed"):
-            time.sleep(1.0)  # for a snapshot
             (folder / "servers before").write_text(json.dumps(servers()))
             actors = ray.util.list_named_actors(all_namespaces=True)
             (server,) = [actor for actor in actors if actor["name"].startswith("psengine-server-")]

@@ -25,7 +25,7 @@ import pytest
 
 from support.hosts import ROOT, Host, emulated_hosts, missing_for_hosts
 
-START_S = 30.0
+START_S = 120.0
 JOB_S = 150.0
 _UNFINISHED = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING")
 _PROGRAMS = {
@@ -181,7 +181,7 @@ def slurm_cluster(nodes: int, *, shared: Sequence[Path] = ()) -> Iterator[Cluste
     """Bring up a cluster of ``nodes`` nodes, and take it down at the end; ``shared``: as of ``emulated_hosts``.
 
     Raises:
-        AssertionError: the daemons do not answer within half a minute; the message has what they wrote.
+        AssertionError: the daemons do not answer within two minutes; the message has what they wrote.
     """
     with tempfile.TemporaryDirectory(prefix="psengine-slurm-", ignore_cleanup_errors=True) as name:
         directory = Path(name)

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import threading
-import time
 
 import pytest
 import torch
@@ -109,13 +108,12 @@ def _host_of_the_store_is_stopped(rank, world_size, port_file):
         port_file.with_suffix(".tmp").write_text(str(store.port))
         port_file.with_suffix(".tmp").rename(port_file)
     else:
-        while not port_file.exists():
-            time.sleep(0.02)
+        eventually(port_file.exists)
         store = dist.TCPStore("127.0.0.1", int(port_file.read_text()), is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     process_id = int(psengine.gather(os.getpid())[0])
     listener = _Listener(lambda: os.kill(process_id, signal.SIGCONT))
-    deadline = threading.Timer(20, os.kill, (process_id, signal.SIGCONT))
+    deadline = threading.Timer(60, os.kill, (process_id, signal.SIGCONT))
 
     def before_last_step():
         if rank == 0:

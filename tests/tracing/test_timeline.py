@@ -104,7 +104,7 @@ def _train(rank, before_last_step=lambda: None):
 
 def _train_recorded(rank, world_size, path):
     with psengine.timeline(path):
-        model, loss = _train(rank, lambda: time.sleep(0.5 * rank))
+        model, loss = _train(rank, lambda: time.sleep(0.2 * rank))
         values = [parameter.detach().clone() for parameter in model.parameters()]
         psengine.mean(loss)
         with torch.no_grad():
@@ -139,7 +139,9 @@ def test_a_file_has_every_rank_and_step_in_order(tmp_path):
         assert any("mean()" in e["name"] for e in _spans(trace, pid=rank, cat="collective"))
         (evaluation,) = _spans(trace, pid=rank, name="forward without gradients")
         assert evaluation["args"]["samples"] == 5
-    assert max(e["dur"] for e in _spans(trace, pid=0) if e["cat"] in ("wait", "collective")) > 100_000, "rank 1 slept"
+    late = next(e for e in _spans(trace, pid=1, name="backward") if e["args"]["step"] == STEPS)
+    waits = [e for e in _spans(trace, pid=0, name="wait") if e["args"]["step"] == STEPS]
+    assert max(map(_end, waits)) > late["ts"], "rank 1 slept"
 
 
 def _end(event):

@@ -143,7 +143,7 @@ def test_the_second_signal_ends_at_once_and_leaves_a_valid_generation(tmp_path):
 
 def test_an_embedded_server_ends_when_stdin_closes_and_nobody_is_left():
     reader, writer = os.pipe()
-    with running_server(until_stdin_closes=True, stdin=reader) as server:
+    with running_server(until_stdin_closes=True, stdin=reader, lease_s=60.0) as server:
         os.close(reader)
         with Peer(server.addresses[0]) as peer:
             peer.make_job(torch.zeros(10))
@@ -151,7 +151,8 @@ def test_an_embedded_server_ends_when_stdin_closes_and_nobody_is_left():
             os.close(writer)
             time.sleep(0.5)
             assert server.is_alive
-        assert server.wait() == 0  # by the end of the lease
+            peer.leave()
+        assert server.wait() == 0
 
 
 def test_an_embedded_server_does_not_wait_for_workers_that_wait_for_its_parent():

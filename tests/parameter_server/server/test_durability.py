@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import threading
-import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
@@ -117,6 +116,12 @@ def generations(directory: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("generation-")) for path in directory.glob("generation-*"))
 
 
+def await_looks(one):
+    """Until it has found some times that nothing has changed."""
+    for _ in range(4):
+        eventually(lambda before=one.durability._current_s: one.durability._current_s != before)
+
+
 def test_an_idle_server_writes_nothing(tmp_path):
     with server(tmp_path / "s", interval_s=INTERVAL_S) as one:
         worker = with_job(one)
@@ -124,13 +129,13 @@ def test_an_idle_server_writes_nothing(tmp_path):
         generation = one.durability.snapshot_status().generation
         worker.pull(0)
         Worker(one.world).resume()
-        time.sleep(4 * INTERVAL_S)
+        await_looks(one)
         assert one.snapshot() == generation  # nor on wish
         push(worker, 1)
         eventually(lambda: one.durability.snapshot_status().generation == generation + 1)
         assert one.snapshot() == generation + 1
     with server(tmp_path / "s", interval_s=INTERVAL_S) as one:
-        time.sleep(4 * INTERVAL_S)
+        await_looks(one)
         assert one.durability.snapshot_status().generation == generation + 1
         assert one.restored == [{"jobs": 0}]
 
@@ -248,17 +253,17 @@ def quicken(monkeypatch):
 
 
 def test_a_snapshot_is_asked_for_as_long_as_there_is_little_room(tmp_path, monkeypatch):
-    room_bytes = [tier.LOW_BYTES - 1]
-    monkeypatch.setattr(disks.DirectoryDisk, "free_bytes", lambda disk: room_bytes[0])
+    room = Mock(return_value=tier.LOW_BYTES - 1)
+    monkeypatch.setattr(disks.DirectoryDisk, "free_bytes", room)
     monkeypatch.setattr(tier, "LOW_REPEAT_S", 0.05)
     quicken(monkeypatch)
     with server(tmp_path / "s", keeps_log=True) as one:
         eventually(lambda: [kind for kind, _ in one.events].count("log_low") >= 3)
-        assert one.durability.log_status()[0].free_bytes == room_bytes[0]
-        room_bytes[0] = 1 << 40
-        eventually(lambda: one.durability.log_status()[0].free_bytes == room_bytes[0])
-        told = len(one.events)
-        time.sleep(0.2)
+        assert one.durability.log_status()[0].free_bytes == room.return_value
+        room.return_value = 1 << 40
+        eventually(lambda: one.durability.log_status()[0].free_bytes == room.return_value)
+        told, looks = len(one.events), room.call_count
+        eventually(lambda: room.call_count > looks + 10)
         assert len(one.events) == told
 
 
@@ -309,10 +314,6 @@ def test_a_start_on_a_full_disk_says_what_it_needs(tmp_path, monkeypatch):
         assert one.version == 1
 
 
-def remove(directory):
-    shutil.rmtree(directory)
-
-
 def replace_files(directory):
     for path in directory.iterdir():
         content = path.read_bytes()
@@ -320,19 +321,18 @@ def replace_files(directory):
         path.write_bytes(content)
 
 
-@pytest.mark.parametrize("injure", [remove, replace_files])
+@pytest.mark.parametrize("injure", [shutil.rmtree, replace_files])
 @pytest.mark.parametrize("is_idle", [False, True])
 def test_nothing_is_acknowledged_into_a_file_that_nobody_finds(tmp_path, monkeypatch, injure, is_idle):
     quicken(monkeypatch)
+    if not is_idle:
+        monkeypatch.setattr(log_thread, "LOOK_S", DEADLINE_S)  # the next look comes after the next record
     directory = tmp_path / "s"
     with server(directory, keeps_log=True) as one:
         worker, [log] = with_job(one), one.durability.logs
         push(worker, 1)
         one.settle()
         durable = log.log.durable
-        if not is_idle:
-            monkeypatch.setattr(log_thread, "LOOK_S", DEADLINE_S)  # the next look comes after the next record
-            time.sleep(0.1)
         injure(directory)
         if not is_idle:
             push(worker, 2)
