@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import psengine
@@ -81,13 +82,15 @@ def main() -> None:
             held(step, options.hold)
             loss = train_step(model, optimizer, context.worker, step)
             module.steps.fill_(step + 1)
+            line = {"step": step, "loss": loss.hex(), "host": context.hostname, "pid": os.getpid()}
+            out.write(json.dumps({**line, "workers": context.workers}) + "\n")
+            out.flush()
+            if options.checkpoint:
+                dist.barrier()  # all have told of this step before it is in the checkpoint
             if options.checkpoint and context.is_main_process:
                 temporary = saved.with_suffix(".new")
                 torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, temporary)
                 temporary.replace(saved)
-            line = {"step": step, "loss": loss.hex(), "host": context.hostname, "pid": os.getpid()}
-            out.write(json.dumps({**line, "workers": context.workers}) + "\n")
-            out.flush()
             time.sleep(options.pause if options.slow in (None, context.worker) else 0.002)
     psengine.shutdown()
 

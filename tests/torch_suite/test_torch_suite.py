@@ -17,11 +17,14 @@ from _pytest.mark import ParameterSet
 from torch_suite import selection
 from torch_suite.suite import NOT_IN_THIS_TORCH, Request, serve
 
-TEST_TIMEOUT_S = 100.0
+TEST_TIMEOUT_S = 500.0
 # Importing the suite takes 4 s; then a test ends by itself or by TEST_TIMEOUT_S.
 DEADLINE_S = TEST_TIMEOUT_S + 50.0
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="the suite's ranks speak gloo")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="the suite's ranks speak gloo"),
+    pytest.mark.timeout(DEADLINE_S + 50.0),
+]
 
 
 class SuiteProcess:

@@ -337,7 +337,7 @@ def test_nothing_is_acknowledged_into_a_file_that_nobody_finds(tmp_path, monkeyp
         if not is_idle:
             push(worker, 2)
         eventually(lambda: log.log.failure)
-        why = "No such file" if injure is remove else "was replaced"
+        why = "No such file" if injure is shutil.rmtree else "was replaced"
         assert re.search(f"the log of shard 0 cannot be written any more: .*{why}.*'{directory}", log.log.failure)
         assert "log_failed" in [kind for kind, _ in one.events]
         assert log.log.durable == durable
