@@ -74,7 +74,7 @@ def is_at_work(shard: Any, number: int) -> bool:
 
 
 def merges(shard: Any, job: int, key: int) -> tuple[int, frozenset[int]]:
-    """The number of the last decision that a chunk has merged, and of those that it is yet to merge."""
+    """The number of the last decision that a chunk has merged, and the numbers of those that wait to be merged."""
     rule = _rules(shard, job)[key]
     return rule.merged, frozenset(rule.due)
 

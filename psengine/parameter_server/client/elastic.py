@@ -48,8 +48,8 @@ class ElasticClient(JobClient):
         checkpoint: the step of the newest checkpoint that this worker can load; 0 none.
 
     Attributes:
-        completed: the last step of which this worker had the averages when it met the members of its view, or said how
-            far it is; None: it has no state. The training sets it.
+        completed: the last step whose averages this worker had when it last got its group's state, or last answered
+            PREPARE; None: it has no state. The training sets it.
         preparing: the PREPARE whose view has not come; None without one.
         met: what members of the present view have said to form their group, by key.
     """
@@ -71,8 +71,8 @@ class ElasticClient(JobClient):
     def hello(self, now_s: float) -> dict[str, Any]:
         said: dict[str, Any] = {"checkpoint": self._checkpoint, "processes": self.runtime.process_table()}
         if self.completed is None:
-            # It loses nothing by coming anew, and the job may have begun without it. It goes on in no group of this
-            # view: the coordinator would not know of the state that it got there.
+            # This worker loses nothing by coming as a new one, and a coordinator that has restarted may have begun
+            # without it. It leaves the group of its view: the coordinator would not know of a state got there.
             self.view = self.view_message = None
         if self.view is not None:
             said |= self.membership(self.completed or 0)

@@ -74,7 +74,7 @@ class ElasticCoordinator(Coordinator):
         worker = self.workers.by_rank[rank]
         worker.checkpoint, worker.processes = message.body.get("checkpoint", 0), message.body.get("processes", "")
         worker.ended_s = None
-        # Also who comes anew takes no view that is not newer than its last.
+        # A worker that comes as a new one still takes only views that are newer than its last.
         self.last_number = max(self.last_number, min(message.view, MAX_VIEW_NUMBER // 2))
         if worker is not former:
             worker.is_of_next = any(self.came.values())
@@ -94,7 +94,7 @@ class ElasticCoordinator(Coordinator):
             return []
         places = self.rule["virtual_workers"] - len(members)
         if self.view is None:
-            # Workers may still come back, with a state, to a server that has just started: spare ones may be quicker.
+            # The server may have restarted: members with a state are coming back, and spare workers may be quicker.
             is_young = self._now_s - self._interfaces.started_s < self._lease_s
             expected = max(places, self.world_size) if is_young else min(places, self.world_size)
             are_enough = len(waiting) >= expected or self._waited_s() >= self._lease_s
