@@ -21,7 +21,7 @@ QUICK = (
 )
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in sorted(PLANTED)]
 )

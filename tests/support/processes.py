@@ -104,7 +104,7 @@ def run_ranks_to_any_end(
     function: Callable[..., Any],
     world_size: int,
     *arguments: Any,
-    deadline_s: float = 90.0,
+    deadline_s: float = 160.0,
     group_timeout_s: float = GROUP_TIMEOUT_S,
     init_group: bool = True,
     leave_together: bool = False,

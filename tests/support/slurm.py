@@ -57,7 +57,7 @@ SelectTypeParameters=CR_Core_Memory
 SlurmdParameters=config_overrides
 GresTypes=gpu
 ReturnToService=2
-KillWait=5
+KillWait=60
 # Only the backfill scheduler starts heterogeneous jobs. It plans in units of bf_resolution, by default a minute.
 SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,bf_resolution=1,batch_sched_delay=0,sched_interval=1
