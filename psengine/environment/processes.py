@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 
+# ``timeout`` signals its child, and then its group; wrappers forward what the group got. Such a stop comes twice.
+SAME_STOP_S = 2.0
+
 
 @functools.cache
 def share_of_cores(processes: int) -> int:

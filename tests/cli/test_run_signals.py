@@ -2,6 +2,7 @@
 
 import re
 import signal
+import time
 import urllib.request
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from support import elastic_training
 from support.command_process import WORKER, running_command, servers_of
 from support.process_table import children_of, command_line, is_running
 from support.waiting import eventually
+
+from psengine.environment.processes import SAME_STOP_S
 
 INDEPENDENT = ["--independent", "--strategy", "async", "--server-address", "tcp://127.0.0.1:9", "--max-restarts", "3"]
 
@@ -23,19 +26,25 @@ def pids_of(directory):
     return [int(pid) for file in files for pid in file.read_text().split()] if all(map(Path.exists, files)) else []
 
 
-def test_the_second_ctrl_c_ends_everything_at_once(tmp_path):
-    """Workers that ignore it, their children, a child that left the group."""
+@pytest.mark.parametrize(
+    ("timeout_s", "why"), [("60", "at the second signal"), ("1", "after 1 s (--shutdown-timeout)")]
+)
+def test_the_second_ctrl_c_ends_everything_at_once(timeout_s, why, tmp_path):
+    """And the time-out: workers that ignore it, their children, a child that left the group."""
     for options in ([], INDEPENDENT):
         folder = tmp_path / str(len(options))
         folder.mkdir()
-        arguments = ["run", *options, "--workers", "2", "--shutdown-timeout", "60", WORKER, "grandchildren"]
+        arguments = ["run", *options, "--workers", "2", "--shutdown-timeout", timeout_s, WORKER, "grandchildren"]
         with running_command([*arguments, str(folder)]) as command:
             pids = command.wait_until(lambda folder=folder: pids_of(folder))
             command.signal(signal.SIGINT)
-            command.wait_until(lambda command=command: "again: at once" in command.stderr)
-            assert len([pid for pid in pids if is_running(pid)]) == 6
-            command.signal(signal.SIGINT)
+            command.wait_until(lambda command=command: "again after 2 s: at once" in command.stderr)
+            if timeout_s == "60":
+                time.sleep(SAME_STOP_S)
+                assert len([pid for pid in pids if is_running(pid)]) == 6
+                command.signal(signal.SIGINT)
             assert command.wait() == 128 + signal.SIGINT
+            assert f"killed ranks 0-1 {why}: what they have not saved is lost" in command.stderr
             assert [pid for pid in pids if is_running(pid)] == []
 
 
@@ -105,10 +114,15 @@ def test_a_signal_ends_the_server_too():
         assert [pid for pid in pids if is_running(pid)] == []
 
 
-def test_independent_workers_end_with_their_launcher():
-    with running_command(["run", *INDEPENDENT, "--workers", "2", WORKER, "save"]) as command:
+@pytest.mark.parametrize("options", [[], INDEPENDENT])
+def test_workers_have_time_to_save_also_if_the_stop_arrives_twice(options, tmp_path):
+    may_save = tmp_path / "may-save"
+    with running_command(["run", *options, "--workers", "2", WORKER, "save", str(may_save)]) as command:
         command.wait_until(lambda: command.stdout.count(" has ") == 2)
         command.signal(signal.SIGINT)
+        command.wait_until(lambda: "ending the workers" in command.stderr)
+        command.signal(signal.SIGINT)
+        may_save.touch()
         assert command.wait() == 130
         assert command.stdout.count(" has ") == 2
         assert command.stderr.count("checkpoint saved") == 2

@@ -33,6 +33,8 @@ def main() -> None:
             hang()
         except KeyboardInterrupt:
             traceback.print_exc()
+            while not Path(sys.argv[2]).exists():
+                time.sleep(0.01)
             print("checkpoint saved", file=sys.stderr, flush=True)
             raise
     elif end == "fail-once":

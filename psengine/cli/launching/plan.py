@@ -23,8 +23,8 @@ from psengine.specification import Specification, did_you_mean
 
 # Key of the parsed line in a command's ``context.meta``.
 PARTS = "psengine.run_arguments"
-# Between the signal that asks workers to end and SIGKILL; torchrun's 30 s are long after a Ctrl-C.
-SHUTDOWN_S = 15
+# Between the signal that asks workers to end and SIGKILL, as torchrun's: schedulers give about as long to save.
+SHUTDOWN_S = 30
 # The options of torchrun that --independent workers accept.
 _INDEPENDENT_OPTIONS = (
     *("--nproc-per-node", "--max-restarts", "--signals-to-handle", "--shutdown-timeout"),

@@ -28,7 +28,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ import torch.distributed.run as torchrun
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
+from torch.distributed.elastic.multiprocessing import api as multiprocessing
 from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
@@ -47,7 +48,7 @@ from psengine.cli.launching.processes import GRACE_S, end_left_behind, is_forced
 from psengine.cli.launching.servers import ServerGroup
 from psengine.cli.main import EXIT_USAGE
 from psengine.environment.launchers import PLACEMENT_VARIABLES, WORKER, WORKERS
-from psengine.environment.processes import share_of_cores
+from psengine.environment.processes import SAME_STOP_S, share_of_cores
 from psengine.environment.variables import RUN_ID, RUN_THREADS, has_chosen_threads, read_variable, set_variables
 from psengine.errors import CollectiveError, ConfigurationError, FencedError
 
@@ -90,7 +91,15 @@ class Run:
         """Say that the workers are being ended, unless the launcher does that by itself, and has said why."""
         if not self.reasons and not self.is_interrupted:
             self.is_interrupted = True
-            self.report(f"{number.name}: ending the workers{' (again: at once)' if number == signal.SIGINT else ''}")
+            again = f" (again after {SAME_STOP_S:g} s: at once)" if number == signal.SIGINT else ""
+            self.report(f"{number.name}: ending the workers{again}")
+
+    def announce_killed(self, ranks: Sequence[int], *, is_forced: bool = False) -> None:
+        """Say which workers were killed, and why: they did not end in order."""
+        if ranks:
+            within = f"after {self.plan.torchrun.shutdown_timeout} s (--shutdown-timeout)"
+            why = "at the second signal" if is_forced else within
+            self.report(f"killed {_ranks(ranks)} {why}: what they have not saved is lost")
 
 
 def run_training(
@@ -185,14 +194,25 @@ class _Agent(LocalElasticAgent):
 
     @override
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        is_signalled = isinstance(sys.exc_info()[1], SignalException)
+        is_signalled, is_forced = isinstance(sys.exc_info()[1], SignalException), False
+        context: Any = self._pcontext
+        processes = {} if context is None else context.subprocess_handlers
+        running = {
+            worker.global_rank: processes[worker.local_rank].proc
+            for worker in self._worker_group.workers
+            if worker.local_rank in processes and processes[worker.local_rank].proc.poll() is None
+        }
         try:
             if is_signalled:
                 self._run.announce(death_sig)
-            super()._shutdown(death_sig, timeout)
+            super()._shutdown(death_sig, self._shutdown_timeout)  # before a restart, too, where torch takes 30 s
         except SignalException:
+            is_forced = True
             super()._shutdown(signal.SIGKILL, 0)
             raise
+        finally:
+            killed = [rank for rank, process in running.items() if process.poll() in (None, -signal.SIGKILL)]
+            self._run.announce_killed(killed, is_forced=is_forced)
 
 
 def _run_agent(run: Run) -> None:
@@ -262,6 +282,9 @@ def _run_independent(run: Run) -> None:
             time.sleep(_POLL_S / 2)
         raise
     finally:
+        if isinstance(ended_by := sys.exc_info()[1], SignalException):
+            left = [rank for rank, context in running.items() if context.wait(0) is None]
+            run.announce_killed(left, is_forced=is_forced(ended_by))
         for context in running.values():
             context.close(signal.SIGKILL, 0)
 
@@ -362,11 +385,17 @@ def _watched(revive: Callable[[], str], is_enough: Callable[[], bool], run: Run)
 
 @contextmanager
 def _signals_raise(names: tuple[str, ...]) -> Iterator[None]:
-    """Have the signals raise torchelastic's SignalException, as its agent does once the workers have started."""
+    """Have the signals raise torchelastic's SignalException, but once for a stop that comes twice."""
+    first_s: float | None = None
 
-    def on_signal(number: int, frame: FrameType | None) -> NoReturn:
-        raise SignalException(f"got {signal.Signals(number).name}", sigval=signal.Signals(number))
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        nonlocal first_s
+        first_s, is_first = first_s or time.monotonic(), first_s is None
+        if is_first or time.monotonic() - first_s >= SAME_STOP_S:
+            raise SignalException(f"got {signal.Signals(signum).name}", sigval=signal.Signals(signum))
 
+    # What torchelastic installs once the workers have started.
+    multiprocessing._terminate_process_handler = on_signal
     previous = {name: signal.signal(signal.Signals[name], on_signal) for name in names}
     try:
         yield

@@ -6,8 +6,9 @@
     replication      of a server that follows, or is followed; asks the elector          │
     authenticator    decides who may connect             status port HTTP for people ─────┘
 
-The first SIGTERM or SIGINT ends it in order: it refuses newcomers, answers queued messages, and writes a snapshot. The
-second ends it at once: what came after the last snapshot is lost, and no written snapshot is harmed.
+The first SIGTERM or SIGINT ends it in order: it refuses newcomers, answers queued messages, and writes a snapshot. One
+that comes within 2 s is the same stop. A later one ends it at once: what came after the last snapshot is lost, and no
+written snapshot is harmed.
 
 A *life* of a server is what it holds, under one epoch. Its process may have several: where another server leads, or a
 copy of it is not up to date any more, what is here is thrown away, and a new life begins at the same addresses.
@@ -43,7 +44,7 @@ import torch
 import zmq
 
 from psengine.environment.local_sockets import is_loopback, remove_stale_sockets, socket_beside
-from psengine.environment.processes import has_exited, machine_memory_bytes, resident_bytes
+from psengine.environment.processes import SAME_STOP_S, has_exited, machine_memory_bytes, resident_bytes
 from psengine.environment.variables import read_variable
 from psengine.errors import ConfigurationError, ProtocolError, SnapshotError
 from psengine.kernels.freed_memory import keep_freed_memory
@@ -87,6 +88,8 @@ _MAX_DESCRIPTORS = 1 << 20
 ANSWER_DEADLINE_S = 3.0
 # A shard that does not tick for so long is unhealthy; copying a large model for a snapshot takes a second.
 HEALTHY_S = 10.0
+# By a second signal, under durability memory and snapshot.
+_LOST = {"memory": "all that this server has", "snapshot": "what came after the last complete snapshot"}
 _Result = TypeVar("_Result")
 MAX_EVENTS = 200
 # A refused gradient comes with hundreds of chunks a second, and a disk stays full for days: the last one stays, with
@@ -125,7 +128,8 @@ class Server:
         self.status_url = ""
         self._until_stdin_closes = until_stdin_closes
         self._reasons: SimpleQueue[str] = SimpleQueue()  # to end
-        self._signals = self._interrupted_code = 0
+        self._stopped_s: float | None = None  # when the first signal came
+        self._interrupted_code = 0
         self._events = EventLog()
         self._started_s = time.monotonic()
         self._bound = settings.bind_addresses()
@@ -225,11 +229,15 @@ class Server:
                 stack.callback(signal.signal, number, signal.signal(number, handler))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signals += 1
-        if self._signals > 1:
-            # Not through logging, which may hold a lock here.
-            os.write(2, b"psengine-server: second signal, ending at once\n")
-            os._exit(128 + number)
+        now_s = time.monotonic()
+        if self._stopped_s is not None:
+            if now_s - self._stopped_s >= SAME_STOP_S:
+                lost = _LOST.get(self.settings.tier, "nothing that was acknowledged")
+                # Not through logging, which may hold a lock here.
+                os.write(2, f"psengine-server: second signal, ending at once; {lost} is lost\n".encode())
+                os._exit(128 + number)
+            return
+        self._stopped_s = now_s
         if number == signal.SIGINT:
             self._interrupted_code = 128 + number
         self.end(signal.Signals(number).name)

@@ -17,6 +17,7 @@ from support.server_process import Peer, ServerFailedError, running_server
 from support.shard_world import AVERAGE
 from support.waiting import eventually
 
+from psengine.environment.processes import SAME_STOP_S
 from psengine.parameter_server.server.daemon import MAX_EVENTS, MAX_LINES, EventLog
 from psengine.protocol.messages import NOBODY
 
@@ -131,9 +132,12 @@ def test_the_second_signal_ends_at_once_and_leaves_a_valid_generation(tmp_path):
             assert peer.request("PUSH", key=0, sequence=1, payload=torch.ones(1000)).type.name == "UPDATED"
         server.signal(signal.SIGTERM)
         eventually((directory / "unfinished-generation-000000000002").exists)
+        server.signal(signal.SIGTERM)  # the same stop
+        time.sleep(SAME_STOP_S)
         assert server.is_alive
         server.signal(signal.SIGTERM)
         assert server.wait(20.0) == 128 + signal.SIGTERM  # the commit would take 60 s
+        assert "ending at once; what came after the last complete snapshot is lost" in server.log()
     with running_server(snapshot_dir=directory, snapshot_interval_s=0.0) as server:
         assert server.lines[0].endswith("generation 1 (job version 0)")
         server.terminate()
