@@ -60,7 +60,10 @@ def replay(
             history.read(directory)
         pushes, tensors = history.finish()
         if out is not None:
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, out)
+            # Tied names share memory, which the file cannot.
+            save_file(
+                {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}, out
+            )
     except OSError as error:
         raise SnapshotError(f"{error.filename}: {error.strerror}") from error
     finally:

@@ -9,16 +9,17 @@ segments     | fc1.weight[0:a] | fc1.weight[a:] fc1.bias fc2.weight[0:b] | ...
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any
 
 import torch
 import xxhash
-from msgspec import Meta, Struct, convert, to_builtins
-from msgspec.structs import asdict
+from msgspec import DecodeError, Meta, Struct, convert, field, json, to_builtins
+from msgspec.structs import asdict, replace
 
+from psengine.errors import ProtocolError
 from psengine.protocol.bounds import Name, Positive, Printable, Unsigned, one_of
 from psengine.protocol.messages import DTYPE_NUMBERS, DTYPES
 
@@ -29,6 +30,8 @@ Single = Annotated[float, Meta(ge=0.0, le=1e30)]
 TABLE_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 ID_BYTES = 8
 MAX_TABLE_DIM = 65_536
+# The constant, a uint8 tensor, that says what a model's state_dict has beside the chunks' tensors: ``OtherNames``.
+OTHER_NAMES = "psengine/other names"
 
 
 class ChunkKind(str, Enum):
@@ -175,6 +178,57 @@ class ChunkSpec:
         table = convert(body["table"], TableSpec) if "table" in body else None
         numel = sum(segment.numel for segment in segments) if table is None else table.dim
         return cls(body["key"], ChunkKind(body["kind"]), DTYPES[body["dtype"]], numel, segments, table)
+
+
+class OtherNames(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a model's ``state_dict`` has beside the tensors that travel, and what it has not.
+
+    Attributes:
+        tied: each further name of a tensor to the name that it travels under.
+        empty: tensors without elements: the number of the dtype, and the shape.
+        unsaved: names of buffers that are not persistent.
+    """
+
+    tied: dict[Name, Name] = field(default_factory=dict)
+    empty: dict[Name, tuple[int, Sizes]] = field(default_factory=dict)
+    unsaved: frozenset[Name] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Check that what is empty has no elements."""
+        for name, (dtype, shape) in self.empty.items():
+            if dtype not in DTYPES or 0 not in shape:
+                raise ValueError(f"{name!r} should have a known dtype and no elements")
+
+    def with_empty(self, tensors: Mapping[str, torch.Tensor]) -> OtherNames:
+        """The same, with those of these tensors that have no elements."""
+        empty = {name: one for name, one in tensors.items() if not one.numel() and one.dtype in DTYPE_NUMBERS}
+        described = {name: (DTYPE_NUMBERS[one.dtype], tuple(one.shape)) for name, one in empty.items()}
+        return replace(self, empty=described)
+
+    def to_tensors(self) -> dict[str, torch.Tensor]:
+        """As it travels: one tensor by its name, or none where the chunks say all."""
+        written = bytearray(json.encode(self))
+        return {OTHER_NAMES: torch.frombuffer(written, dtype=torch.uint8)} if len(written) > len("{}") else {}
+
+    @classmethod
+    def take(cls, tensors: dict[str, torch.Tensor]) -> OtherNames:
+        """Read it, and remove it from ``tensors``.
+
+        Raises:
+            ProtocolError: it is not what ``to_tensors`` makes.
+        """
+        written = tensors.pop(OTHER_NAMES, None)
+        try:
+            return cls() if written is None else json.decode(bytes(written.numpy()), type=cls)
+        except DecodeError as error:
+            raise ProtocolError(f"the constant {OTHER_NAMES!r} of this job is not understood: {error}") from None
+
+    def complete(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The model's ``state_dict``, of the chunks' ``tensors``."""
+        empty = {name: torch.empty(shape, dtype=DTYPES[dtype]) for name, (dtype, shape) in self.empty.items()}
+        whole = {**tensors, **empty}
+        whole |= {name: whole[of] for name, of in self.tied.items() if of in whole}
+        return {name: tensor for name, tensor in whole.items() if name not in self.unsaved}
 
 
 def job_number(name: str) -> int:

@@ -14,6 +14,7 @@ import torch
 
 from psengine.collectives.base import Collective
 from psengine.errors import ConfigurationError
+from psengine.protocol.layout import OtherNames
 
 if TYPE_CHECKING:
     from psengine.strategies.servers.discovery import Rendezvous
@@ -34,6 +35,7 @@ class Replica:
         sparse: names of those parameters whose gradients are sparse.
         is_known_equal: whether the user vouches that all replicas are equal already.
         options: what all ranks have to choose alike besides the strategy's, by name.
+        other_names: which names of ``state`` the module does not save, and its further ones.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
@@ -44,6 +46,7 @@ class Replica:
     sparse: Sequence[str] = ()
     is_known_equal: bool = False
     options: Mapping[str, str] = field(default_factory=dict)
+    other_names: OtherNames = field(default_factory=OtherNames)
 
 
 class LifeCycle(ABC):

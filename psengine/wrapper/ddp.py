@@ -16,7 +16,7 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -35,6 +35,7 @@ from psengine.environment.variables import default_collective, read_variable
 from psengine.errors import ConfigurationError, ModuleError
 from psengine.gradients.reducer import Reducer
 from psengine.kernels.freed_memory import keep_freed_memory
+from psengine.protocol.layout import OtherNames
 from psengine.strategies.base import Strategy
 from psengine.strategies.buffer_broadcast import BufferBroadcast
 from psengine.strategies.life_cycle import Replica
@@ -300,10 +301,12 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         parameters = reducible_parameters(self.module, self.parameters_to_ignore)
         # The buffers as they are when the strategy asks; without a reference to this wrapper.
         buffers = functools.partial(named_buffers, self.module, set(self.parameters_to_ignore))
+        state = shared_state(self.module, self.parameters_to_ignore, with_buffers=with_buffers)
         return Replica(
             parameters=parameters,
             buffers=buffers if self.forward_sync_buffers else dict,
-            state=shared_state(self.module, self.parameters_to_ignore, with_buffers=with_buffers),
+            state=state,
+            other_names=other_names(self.module, state),
             collective=self._collective,
             device=self.device,
             sparse=[name for name in parameters if has_sparse_gradient(self.module, name)],
@@ -694,6 +697,19 @@ def shared_state(module: torch.nn.Module, ignored: Set[str], *, with_buffers: bo
     state = {name: p for name, p in module.named_parameters() if name not in ignored}
     buffers = named_buffers(module, ignored) if with_buffers else {}
     return {name: tensor.detach() for name, tensor in (state | buffers).items()}
+
+
+def other_names(module: torch.nn.Module, state: Collection[str]) -> OtherNames:
+    """The further names of the tensors in ``state``, and which of them ``module.state_dict()`` leaves out."""
+    found = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    first = {id(tensor): name for name, tensor in reversed(found.items()) if name in state}
+    tied = {name: first[id(tensor)] for name, tensor in found.items() if name not in state and id(tensor) in first}
+    unsaved = {
+        f"{path}.{name}".removeprefix(".")
+        for path, part in module.named_modules(remove_duplicate=False)
+        for name in part._non_persistent_buffers_set
+    }
+    return OtherNames(tied=tied, unsaved=frozenset(unsaved & found.keys()))
 
 
 class LoadHook:

@@ -97,3 +97,33 @@ def load_after_wrapping(rank: int, strategy: str) -> None:
     for name, value in checkpoint.items():
         torch.testing.assert_close(module.state_dict()[name], value - 0.125 * steps)
     wrapped.leave()
+
+
+class Tied(torch.nn.Module):
+    def __init__(self, sets_head: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9, bias=False)
+        if sets_head:
+            self.head.weight = self.embedding.weight
+        self.empty = torch.nn.Parameter(torch.empty(0, 4))
+        self.register_buffer("mask", torch.ones(9), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(ids)) * self.mask + self.empty.sum()
+
+
+@at_servers(1)
+def test_a_reader_pulls_what_load_state_dict_takes(rank, world_size):
+    """transformers models, whose head is their embedding."""
+    module = Tied()
+    wrapped = psengine.DistributedDataParallel(module, strategy=psengine.AsyncServer(job="tied"))
+    optimizer = psengine.DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), wrapped)
+    F.cross_entropy(wrapped(torch.arange(8)), torch.arange(1, 9)).backward()
+    optimizer.step()
+    with psengine.connect(job="tied", role="reader") as reader:
+        Tied().load_state_dict(pulled := reader.pull())
+        assert_equal(pulled, state_of(module))
+        fresh = Tied(sets_head=False)
+        reader.pull(into=fresh.state_dict())
+    assert_equal(state_of(fresh), state_of(module))
+    wrapped.leave()

@@ -13,7 +13,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from psengine.parameter_server.client.table_parts import TableParts, read_tables
 from psengine.parameter_server.client.worker_session import WorkerSession
 from psengine.protocol.hyperparameters import wire_groups
 from psengine.protocol.keys import CurveClientKeys
-from psengine.protocol.layout import ChunkKind, ChunkSpec
+from psengine.protocol.layout import OTHER_NAMES, ChunkKind, ChunkSpec, OtherNames
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, Message, MessageType
 
 
@@ -164,9 +164,14 @@ class Client:
         specs: list[ChunkSpec] = []
         for (kind, dtype), group in images.items():
             specs += cut_images(kind, group, dtype, len(specs), servers=len(self._options.addresses))
+        others = OtherNames().with_empty(named_tensors).to_tensors()
+        described = {name: TensorImage(tensor) for name, tensor in others.items()}
+        specs += cut_images(
+            ChunkKind.CONSTANT, described, torch.uint8, len(specs), servers=len(self._options.addresses)
+        )
         named = NamedTensors(specs)
         self._start()
-        initial = named.to_send(named_tensors)
+        initial = named.to_send({**named_tensors, **others})
         entered = self.session.enter(specs, lambda spec: _payload(spec, initial))
         self._named, self._tensors, self._optimizer = named, dict(named_tensors), optimizer
         if entered != "initialised":
@@ -212,18 +217,33 @@ class Client:
         """Read the servers' values.
 
         Args:
-            into: tensors by name to write to; by default all of the job's, in new tensors.
+            into: tensors by name to write to, such as a ``state_dict``; by default all of the job's, in new tensors.
 
         Returns:
-            Name to tensor.
+            Name to tensor: ``into``, or what the model's ``load_state_dict(strict=True)`` takes, tied names and tensors
+            without elements too.
 
         Raises:
             ConfigurationError: an unknown name, a wrong shape or dtype.
             ServerRefusedError: the servers hold no values ("not_ready"), as under ``sync-server``.
         """
         named = self._named or NamedTensors(self.session.layout())
-        named.check(into or {}, "tensor")
-        landing = named.to_receive(named.names if into is None else into, into or {})
+        others = OtherNames.take(self._receive(named, [OTHER_NAMES], {}))
+        if into is None:
+            return others.complete(self._receive(named, named.names, {}))
+        names = {name: others.tied.get(name, name) for name in into}
+        for name, tensor in into.items():
+            named.check({names[name]: tensor}, "tensor")
+        values = self._receive(named, names.values(), {names[name]: tensor for name, tensor in into.items()})
+        for name, tensor in into.items():  # tied names may have memory of their own here
+            if (value := values.get(names[name], tensor)) is not tensor:
+                tensor.detach().copy_(value)
+        return dict(into)
+
+    def _receive(
+        self, named: NamedTensors, names: Iterable[str], into: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        landing = named.to_receive(names, into)
         wait_all([self.session.pull(spec.key, parts_of(spec, landing)) for spec in named.chunks_of(landing)])
         return received(landing)
 

@@ -11,7 +11,7 @@ import torch
 
 from psengine.errors import ConfigurationError
 from psengine.kernels import ops
-from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment
+from psengine.protocol.layout import OTHER_NAMES, ChunkKind, ChunkSpec, Segment
 from psengine.protocol.messages import DTYPE_NUMBERS, MAX_SEGMENTS
 
 # Smaller chunks overlap better with backward and cost more messages; larger ones stall behind each other.
@@ -162,7 +162,7 @@ class NamedTensors:
     def __init__(self, specs: Sequence[ChunkSpec]) -> None:
         self.specs = list(specs)
         self._known = {segment.name: (spec.dtype, segment) for spec in specs for segment in spec.segments}
-        self.names = list(self._known)
+        self.names = [name for name in self._known if name != OTHER_NAMES]
 
     def check(self, tensors: Mapping[str, torch.Tensor], what: str) -> None:
         """Raise ConfigurationError for tensors that the job does not have or that differ from its own."""

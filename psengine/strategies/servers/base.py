@@ -402,6 +402,9 @@ class ChunkedReplica:
         self.buffers = self._add_state(ChunkKind.BUFFER, set(replica.buffers()))
         frozen = {name for name in replica.state if name not in replica.parameters and name not in replica.buffers()}
         self._add_state(ChunkKind.CONSTANT, frozen)
+        for name, tensor in replica.other_names.with_empty(replica.state).to_tensors().items():
+            self._images[name] = TensorImage(tensor)
+            self._add(ChunkKind.CONSTANT, [name], tensor.dtype)
         self.usage: int | None = None
         if counts_usage:
             self.usage = len(self.specs)

@@ -29,7 +29,7 @@ from psengine.parameter_server.server.rules.rows import Rows
 from psengine.parameter_server.server.shard.job import Job
 from psengine.parameter_server.server.snapshots.files import read_generation
 from psengine.parameter_server.server.snapshots.generations import Generations
-from psengine.protocol.layout import ChunkSpec, job_number
+from psengine.protocol.layout import ChunkSpec, OtherNames, job_number
 from psengine.protocol.messages import Message
 
 Values = tuple[torch.Tensor, ...]  # of a chunk; of a part of a table ids and rows
@@ -144,7 +144,8 @@ class History:
             text = "the logs have no push {}:{} (expected one that psengine replay lists without --until-push, of {})"
             raise SnapshotError(text.format(*self.until, f"workers {sorted({push.rank for push in pushes})}"))
         chunks = [(rule.spec, run.behind.get(key) or _values_of(rule)) for key, rule in rules.items()]
-        return pushes[: max(there, default=None)], _by_name(chunks)
+        tensors = _by_name(chunks)
+        return pushes[: max(there, default=None)], OtherNames.take(tensors).complete(tensors)
 
 
 class _WatchedJob(Job):
