@@ -36,6 +36,10 @@ __all__ = [
 ]
 
 
+# The end of several sentences.
+RAISE_LEASE = "raise the servers' --lease-s (psengine run: --server-option lease_s=SECONDS)"
+
+
 class PSEngineError(Exception):
     """Base class of every error psengine raises on purpose."""
 

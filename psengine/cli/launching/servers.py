@@ -17,6 +17,7 @@ from pathlib import Path
 from psengine.cli.launching.plan import Plan, RunOptions, expected_servers
 from psengine.errors import ConfigurationError, PSEngineError, ServerError
 from psengine.parameter_server.client.embedded import START_S, EmbeddedServer, launch
+from psengine.parameter_server.server.log.disk import check_link
 from psengine.parameter_server.server.replication.election import ElectorError, Leadership
 from psengine.parameter_server.server.replication.record_file import FileElector
 
@@ -140,6 +141,7 @@ class ServerGroup:
         number, copy = divmod(index, self._copies)
         directory = self._directories[number][copy]
         try:
+            check_link(directory.absolute())
             directory.mkdir(parents=True, exist_ok=True)
             if len(self._servers) == index and not copy and not self._has_log:
                 # Nobody of the run before lives. Without a log it does not say who has more.

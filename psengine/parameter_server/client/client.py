@@ -80,7 +80,7 @@ class Client:
         if not addresses:
             raise ConfigurationError(
                 "no parameter server is named (expected an address such as tcp://host:7077, got none). Pass servers=,"
-                " or set PSENGINE_SERVERS; start one with: psengine-server"
+                " or set PSENGINE_SERVERS; start one with: psengine-server, or psengine run --servers 1"
             )
         if role not in ("worker", "reader"):
             raise ConfigurationError(f"role must be 'worker' or 'reader' (got {role!r})")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from psengine.errors import ConfigurationError, FencedError, PSEngineError, ServerRefusedError
+from psengine.errors import RAISE_LEASE, ConfigurationError, FencedError, PSEngineError, ServerRefusedError
 from psengine.parameter_server.client.channel import Channel
 from psengine.parameter_server.client.job_client import JobClient
 from psengine.parameter_server.client.known_server import KnownServer
@@ -255,7 +255,7 @@ class JobConnection(JobClient):
             missed = f"{self.steps.completed + 1} to {me.first_step - 1}"
             text = (
                 f"{self} was away for longer than its lease, and the others took steps {missed} without it (expected a"
-                " worker that takes all). Fix: raise the servers' --lease-s, and start this worker again."
+                f" worker that takes all). Fix: {RAISE_LEASE}, and start this worker again."
             )
             self.fail(FencedError(text, ErrorCode.FENCED))
             return
@@ -355,7 +355,7 @@ class JobConnection(JobClient):
         self.has_state, self.has_asked, self._awaited_view = False, False, 0
         self.fenced = FencedError(
             f"the others of {self} went on without it, before its first step (expected to be heard in each lease of"
-            f" {self.lease_s:g} s). Fix: start it again; where such pauses are normal, raise the servers' --lease-s.",
+            f" {self.lease_s:g} s). Fix: start it again; where such pauses are normal, {RAISE_LEASE}.",
             ErrorCode.FENCED,
         )
         if not self.is_entering:

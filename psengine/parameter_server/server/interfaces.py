@@ -31,8 +31,8 @@ class ShardSettings:
         if wanted not in DURABILITY_TIERS[offered] and not (wanted == "snapshot" and self.keeps_snapshots):
             raise ProtocolError(
                 f"job {job!r} asks for durability={wanted} (expected a server that offers at least that, got"
-                f" {offered}). Fix: start its servers with --durability {wanted} --snapshot-dir DIRECTORY, or ask for"
-                " less in the strategy.",
+                f" {offered}). Fix: start its servers with --durability {wanted} --snapshot-dir DIRECTORY (psengine"
+                f" run: --server-option durability={wanted}), or ask for less in the strategy.",
                 ErrorCode.RULE_MISMATCH,
             )
 

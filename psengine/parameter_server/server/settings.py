@@ -140,7 +140,7 @@ class ServerSettings(BaseModel):
         if self.keep_history and "log" not in self.tier:
             raise ValueError(
                 f"The history is in the log (expected durability log with keep_history, got {self.tier}). Fix: give"
-                " --durability log."
+                " --durability log (psengine run: --server-option durability=log)."
             )
         self._check_election()
         for name, needed in {"curve_key": "allow", "allow": "curve_key", "admin_allow": "curve_key"}.items():

@@ -72,7 +72,8 @@ def meet(
         if world_size != collective.world_size:
             raise ConfigurationError(
                 f"one of {world_size} processes finds rank 0's server through the process group (expected one, got"
-                " none). Fix: call psengine.init() before wrapping the model, or name a server in PSENGINE_SERVERS."
+                " none). Fix: call psengine.init() before wrapping the model, or name a server in"
+                " PSENGINE_SERVERS (psengine run --server-address)."
             )
         embedded, addresses = _embed(collective, device)
     name = name_of_job(job, is_copy=is_copy)
@@ -143,5 +144,6 @@ def _check_one_host(collective: Collective, device: torch.device) -> None:
     if len(hosts) > 1:
         raise ConfigurationError(
             f"no parameter server is named, and the workers are on {len(hosts)} hosts (expected one, where rank 0"
-            " starts one). Fix: start psengine-server where all reach it, and set PSENGINE_SERVERS=tcp://host:port."
+            " starts one). Fix: start psengine-server where all reach it, and set PSENGINE_SERVERS=tcp://host:port,"
+            " or psengine run --server-address tcp://host:port."
         )

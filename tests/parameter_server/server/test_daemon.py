@@ -91,14 +91,17 @@ def taken_port():
         (["--bind", "tcp://127.0.0.1:{port}"], 3, "127.0.0.1:{port}"),
         (["--bind", "tcp://127.0.0.1:0", "--status-port", "{port}"], 3, "--status-port"),
         (["--bind", "tcp://127.0.0.1:0", "--snapshot-dir", "/absent/directory/below"], 4, "/absent/directory/below"),
+        (["--bind", "tcp://127.0.0.1:0", "--snapshot-dir", "{link}/below"], 4, "expected {link} to lead to a folder"),
         (["--version"], 0, "psengine-server 0"),
     ],
 )
-def test_exit_codes(arguments, code, words, taken_port):
-    with running_server_command([argument.format(port=taken_port) for argument in arguments]) as command:
+def test_exit_codes(arguments, code, words, taken_port, tmp_path):
+    given = {"port": taken_port, "link": tmp_path / "link"}
+    given["link"].symlink_to("not-mounted")
+    with running_server_command([argument.format(**given) for argument in arguments]) as command:
         assert command.wait() == code
         shown = command.stdout + command.stderr
-        assert words.format(port=taken_port) in shown
+        assert words.format(**given) in shown
         assert "Traceback" not in shown
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from psengine.errors import ProtocolError
+from psengine.errors import RAISE_LEASE, ProtocolError
 from psengine.parameter_server.server.coordinator.claims import SHOWN, Claims, Shown
 from psengine.parameter_server.server.coordinator.decisions import Decisions, decisions_of
 from psengine.parameter_server.server.coordinator.states import JOB, JobMemory, JobState, WorkerState, after
@@ -274,7 +274,7 @@ class Coordinator(JobMemory):
         holder, is_later = self.workers.by_rank.get(rank), False
         if holder is not None and not holder.is_process(message, sender.user_id):
             if holder.incarnation > message.incarnation > 0:
-                self._refuse_rank(rank, "went to a newer process while this one was silent (raise --lease-s)")
+                self._refuse_rank(rank, f"went to a newer process while this one was silent ({RAISE_LEASE})")
             # A larger incarnation is of a process that came later, when there was another coordinator: in its view.
             is_later = message.incarnation > holder.incarnation and view is not None
             if holder.state is not WorkerState.GONE and not is_later:
@@ -366,7 +366,7 @@ class Coordinator(JobMemory):
         return ProtocolError(
             f"the others of job {self.name!r} went on without worker {rank}: {why} (expected to be heard in each lease"
             f" of {self._lease_s:g} s). Fix: start it again, as psengine run --independent does: it takes over their"
-            " state. Where such pauses are normal, raise the servers' --lease-s.",
+            f" state. Where such pauses are normal, {RAISE_LEASE}.",
             ErrorCode.FENCED,
         )
 
@@ -642,7 +642,8 @@ class Coordinator(JobMemory):
                     ErrorCode.STATE_LOST,
                     f"job {self.name!r} is lost: shard {shard} has restarted with {body['chunks']} of its"
                     f" {self.chunks[shard]} chunks. Fix: start all anew from a checkpoint; servers that start with"
-                    " --snapshot-dir DIRECTORY, and --durability log where no update may be lost, keep them.",
+                    " --snapshot-dir DIRECTORY, and --durability log (psengine run: --server-option durability=log)"
+                    " where no update may be lost, keep them.",
                 )
                 return
         elif self.view is not None and number >= self.view.number:
@@ -764,8 +765,9 @@ class Coordinator(JobMemory):
             anew = f"another job (PSENGINE_JOB), or psengine admin forget --job {self.name}, to begin anew"
             if not worker.run or "" in self.runs:  # a process that was started again, or another run?
                 worker.warning = (
-                    f"{text}; this worker goes on from them. Where that is meant, say so by PSENGINE_CONTINUE=1 or name"
-                    f" the run (PSENGINE_RUN_NAME) alike each time; else choose {anew}."
+                    f"{text}; this worker goes on from them. Where that is meant, say so by psengine run"
+                    " --continue, or PSENGINE_CONTINUE=1, or name the run (PSENGINE_RUN_NAME) alike each time; else"
+                    f" choose {anew}."
                 )
                 return
             text = (

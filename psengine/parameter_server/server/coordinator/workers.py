@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
-from psengine.errors import ProtocolError
+from psengine.errors import RAISE_LEASE, ProtocolError
 from psengine.parameter_server.server.coordinator.states import WORKER, WorkerState, after
 from psengine.parameter_server.server.interfaces import Sender
 from psengine.protocol.messages import MAX_WORKERS, ErrorCode, Message
@@ -204,7 +204,7 @@ class Workers:
             raise ProtocolError(
                 f"worker {message.worker} of job {job!r} was fenced: silent for more than its lease, cut off from a"
                 " server, evicted by an operator, or replaced by a newer process. It has to say HELLO again; where that"
-                " happens often, raise --lease-s.",
+                f" happens often, {RAISE_LEASE}.",
                 ErrorCode.FENCED,
             )
         if worker.route != sender.route:  # rank and incarnation are no secret

@@ -140,8 +140,8 @@ def place_into(recovered: Recovered, shards: Sequence[Shard], what: str) -> None
             if needed_bytes > shard.settings.max_memory_bytes:
                 raise SnapshotError(
                     f"{what} does not fit --max-memory-bytes (expected at most {shard.settings.max_memory_bytes} bytes"
-                    f" at shard {shard.index}, its share, got {needed_bytes}). Raise it, or start with an empty"
-                    " --snapshot-dir."
+                    f" at shard {shard.index}, its share, got {needed_bytes}). Raise it (psengine run:"
+                    " --server-option max_memory_bytes=SIZE), or start with an empty --snapshot-dir."
                 )
             shard.restore(jobs)
             shard.begin_life()

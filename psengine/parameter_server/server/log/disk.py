@@ -79,6 +79,16 @@ class Disk(Protocol):
         """Room that is left."""
 
 
+def check_link(directory: Path) -> None:
+    """Raise SnapshotError where a folder for snapshots, or one that it lies in, is a link to nothing."""
+    for path in (directory, *directory.parents):
+        if path.is_symlink() and not path.exists():
+            raise SnapshotError(
+                f"--snapshot-dir {directory} leads through a link to nothing (expected {path} to lead to a folder, got"
+                f" {os.readlink(path)}, which is not there). Fix: mount or make that folder, or remove the link."
+            )
+
+
 class DirectoryDisk:
     """A directory of the operating system.
 
@@ -95,6 +105,7 @@ class DirectoryDisk:
 
     def make(self) -> None:
         """Make the directory if it is absent; its parent must exist."""
+        check_link(self.directory)
         if not self.directory.is_dir():
             self.directory.mkdir(mode=0o700)
             _sync_names(self.directory.parent)

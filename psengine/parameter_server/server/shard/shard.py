@@ -13,7 +13,7 @@ from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
-from psengine.errors import ProtocolError
+from psengine.errors import RAISE_LEASE, ProtocolError
 from psengine.parameter_server.server.interfaces import Outgoing, Sender, ShardSettings, too_many_jobs
 from psengine.parameter_server.server.log.records import Record, RecordKind, content_of
 from psengine.parameter_server.server.rules.answer_memory import Place
@@ -163,7 +163,7 @@ class Shard:
         return ProtocolError(
             f"worker {message.worker} of job {job.name!r} was fenced: silent for more than its lease of"
             f" {self.settings.lease_s:g} s, or replaced by a newer process, or the rank belongs to another key. It has"
-            " to say HELLO again; where that happens often, raise --lease-s.",
+            f" to say HELLO again; where that happens often, {RAISE_LEASE}.",
             ErrorCode.FENCED,
         )
 
@@ -476,7 +476,8 @@ class Shard:
         if used_bytes + size_bytes > max_bytes:
             raise ProtocolError(
                 f"{what} needs {size_bytes} bytes (expected at most {max(0, max_bytes - used_bytes)} free of"
-                f" max_memory_bytes = {max_bytes} on this shard). Raise --max-memory-bytes, or add servers.",
+                f" max_memory_bytes = {max_bytes} on this shard). Raise --max-memory-bytes"
+                " (psengine run: --server-option max_memory_bytes=SIZE), or add servers.",
                 ErrorCode.MEMORY,
             )
 
