@@ -32,6 +32,7 @@ ID_BYTES = 8
 MAX_TABLE_DIM = 65_536
 # The constant, a uint8 tensor, that says what a model's state_dict has beside the chunks' tensors: ``OtherNames``.
 OTHER_NAMES = "psengine/other names"
+ONE_ORDER = "Fix: register parameters and buffers in one order on every worker; a set has none"
 
 
 class ChunkKind(str, Enum):
@@ -242,10 +243,19 @@ def first_difference(mine: Sequence[ChunkSpec], theirs: Sequence[ChunkSpec]) -> 
     for name in here | there:
         if here.get(name) != there.get(name):
             return f"{name!r}: here {here.get(name, 'absent')}, there {there.get(name, 'absent')}"
+    for own_name, other_name in zip(_order(mine), _order(theirs), strict=True):
+        if own_name != other_name:
+            return f"{own_name!r} here stands in the place of {other_name!r} there. {ONE_ORDER}"
     for own, other in zip(mine, theirs, strict=False):
         if own != other:
             return f"{own.describe()} is cut differently there, as {other.describe()}; use equal bucket sizes"
     return "" if len(mine) == len(theirs) else f"{len(mine)} chunks here, {len(theirs)} there"
+
+
+def _order(specs: Sequence[ChunkSpec]) -> list[str]:
+    """Names as tensors were registered; those of one dtype together, because sizes of buckets place dtypes."""
+    by_dtype = sorted(specs, key=lambda spec: str(spec.dtype))
+    return list(dict.fromkeys(segment.name for spec in by_dtype for segment in spec.segments))
 
 
 def _tensors(specs: Sequence[ChunkSpec]) -> dict[str, str]:

@@ -50,6 +50,7 @@ class Capabilities:
             gradient is undefined, and the error of ``check_finite`` on all ranks. False: gradients are applied
             elsewhere, which can leave a parameter alone.
         steps_alone: each replica's optimizer has a state of its own. False: they are equal, or there is one.
+        pairs_by_position: parameters and buffers of other names at the same place are one, as under native DDP.
         counts_absent: inside ``join``, a rank without data counts in every average like any other.
         exchange_name: what a timeline calls the exchange of a bucket.
     """
@@ -62,6 +63,7 @@ class Capabilities:
     workers_step: bool = True
     averages_gradients: bool = True
     steps_alone: bool = False
+    pairs_by_position: bool = False
     counts_absent: bool = False
     exchange_name: str = "reduce"
 
@@ -123,7 +125,14 @@ class Strategy(Configured, Exchange, LifeCycle, Stepping):
             )
         if not replica.is_known_equal:
             options = {**self.agreed_options, **replica.options}
-            verify_replicas(replica.collective, replica.parameters, replica.state, replica.device, options)
+            verify_replicas(
+                replica.collective,
+                replica.parameters,
+                replica.state,
+                replica.device,
+                options,
+                pairs_by_position=self.capabilities.pairs_by_position,
+            )
         self._replica = replica
 
     @override

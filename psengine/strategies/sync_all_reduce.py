@@ -12,7 +12,7 @@ from psengine.codecs.base import Codec
 from psengine.codecs.registry import codec_for, resolve_codec
 from psengine.collectives.base import CompletedWork, DeferredWork, Work
 from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
-from psengine.strategies.base import Strategy
+from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.bucket_sums import BucketSums, TotalWeight, make_sum
 from psengine.strategies.exchange import BucketExchange, CommHook, Step
 from psengine.tensors.bucket import Bucket
@@ -32,6 +32,7 @@ class SyncAllReduce(Strategy):
     """
 
     name = "sync"
+    capabilities = Capabilities(pairs_by_position=True)
 
     def __init__(self, *, compress: str | Codec | None = None) -> None:
         self._codec = resolve_codec(compress)

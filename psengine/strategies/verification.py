@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 
 from psengine.collectives.base import Collective
 from psengine.errors import ReplicaMismatchError
+from psengine.protocol.layout import ONE_ORDER
+
+logger = logging.getLogger(__name__)
 
 # [name, sizes, strides, dtype]
 Description = list[list[Any]]
@@ -22,8 +26,10 @@ def verify_replicas(
     state: Mapping[str, torch.Tensor],
     device: torch.device,
     options: Mapping[str, str],
+    *,
+    pairs_by_position: bool = False,
 ) -> None:
-    """Compare number, shape, strides and dtype of the tensors across ranks, and options; every rank calls it.
+    """Compare number, names, shape, strides and dtype of the tensors across ranks, and options; every rank calls it.
 
     Costs one all-gather of 32 bytes where all agree; only otherwise the descriptions travel (as JSON), so that the
     error, which every rank raises, names the first tensor that differs and the rank it differs on.
@@ -34,6 +40,7 @@ def verify_replicas(
         state: name to tensor, for all that will be broadcast.
         device: where to put the tensors of the comparison.
         options: what else all ranks have to choose alike, by name.
+        pairs_by_position: only warn, on rank 0, of other names at the same places, as native DDP pairs tensors.
 
     Raises:
         ReplicaMismatchError: some rank's tensors or options differ from rank 0's.
@@ -43,9 +50,7 @@ def verify_replicas(
     others = {name: tensor for name, tensor in state.items() if name not in parameters}
     kinds = {"params": parameters, "buffers and frozen parameters": others}
     description = {kind: [_describe(*item) for item in tensors.items()] for kind, tensors in kinds.items()}
-    # Names are for the message only: native DDP pairs tensors by position.
-    unnamed = [[entry[1:] for entry in entries] for entries in description.values()]
-    identity = json.dumps([dict(options), unnamed]).encode()
+    identity = json.dumps([dict(options), list(description.values())]).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(identity).digest()), dtype=torch.int64).to(device)
     digests = [d.tolist() for d in collective.gather(digest, what="model description digest")]
     if all(d == digests[0] for d in digests):
@@ -60,8 +65,31 @@ def verify_replicas(
             f"all ranks have the same options (expected {texts[0]} of rank 0 on every rank, got, by rank,"
             f" {'; '.join(texts)}; seen on rank {collective.rank}). Fix: give every rank the same ones."
         )
-    differences = [_first_difference([one[kind] for _, one in found], kind, collective.rank) for kind in kinds]
-    raise ReplicaMismatchError(next(filter(None, differences)))
+    by_kind = {kind: [one[kind] for _, one in found] for kind in kinds}
+    differences = [_first_difference(by_kind[kind], kind, collective.rank) for kind in kinds]
+    if text := next(filter(None, differences), ""):
+        raise ReplicaMismatchError(text)
+    text = next(filter(None, (_first_other_name(by_kind[kind], kind) for kind in kinds)))
+    if not pairs_by_position:
+        raise ReplicaMismatchError(f"{text} (seen on rank {collective.rank}). {ONE_ORDER}.")
+    if collective.rank == 0:
+        logger.warning(
+            "%s. They are paired by position, as by native DDP: rank 0's value of the one overwrites the other, and"
+            " their gradients are averaged. %s.",
+            *(text, ONE_ORDER),
+        )
+
+
+def _first_other_name(descriptions: list[Description], kind: str) -> str:
+    """Describe the first place where a rank has another name than rank 0; empty without one."""
+    for rank, description in enumerate(descriptions):
+        for index, (expected, got) in enumerate(zip(descriptions[0], description, strict=True)):
+            if expected[0] != got[0]:
+                return (
+                    f"every rank must register its tensors in the same order (expected {expected[0]!r} of rank 0 at"
+                    f" {kind}[{index}], got {got[0]!r} on rank {rank})"
+                )
+    return ""
 
 
 def _describe(name: str, tensor: torch.Tensor) -> list[Any]:

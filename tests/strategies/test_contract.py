@@ -246,6 +246,7 @@ DIFFERENCES = {
     "stride": ["'body.weight'", "strides [1, 4] appears not to match strides", "[3, 1]"],
     "dtype": ["'body.weight'", "dtype torch.float64", "torch.float32"],
     "count": ["Rank 0 has 2 params, while rank 1 has inconsistent 3 params", "head.bias"],
+    "names": ["expected 'body.bias' of rank 0 at params[0], got 'body.scale' on rank 1", "a set has none"],
     "codec": ["expected compress=none of rank 0 on every rank, got, by rank, compress=none; compress=bf16"],
     "strategy": ["expected strategy=sync", "of rank 0 on every rank, got, by rank, strategy=sync", "; strategy="],
 }
@@ -262,13 +263,14 @@ def test_every_rank_learns_how_models_and_codecs_differ(rank, world_size):
         weight = torch.zeros(shape, dtype=dtype)
         if rank == 1 and difference == "stride":
             weight = torch.zeros(3, 4).t()
-        parameters = {"body.bias": torch.nn.Parameter(torch.zeros(2)), "body.weight": torch.nn.Parameter(weight)}
-        others = {"codec": ["sync:compress=bf16"], "strategy": ["local:every=4", "sync-server"]}.get(
-            difference, ["sync"]
-        )
-        for other in others:
+        bias = "body.scale" if rank == 1 and difference == "names" else "body.bias"
+        parameters = {bias: torch.nn.Parameter(torch.zeros(2)), "body.weight": torch.nn.Parameter(weight)}
+        others = {"codec": ["sync:compress=bf16"], "strategy": ["local:every=4", "sync-server"]}
+        others |= {"names": [name for name in ORACLES if not name.startswith("sync:") and name != "sync"]}
+        for other in others.get(difference, ["sync"]):
             with raises(ReplicaMismatchError, *texts, f"seen on rank {rank}"):
-                resolve_strategy(other if rank else "sync").prepare(make_replica({**parameters, **extra}))
+                own = other if rank or difference == "names" else "sync"
+                resolve_strategy(own).prepare(make_replica({**parameters, **extra}))
 
 
 def test_registry():

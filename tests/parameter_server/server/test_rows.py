@@ -13,7 +13,7 @@ from psengine.parameter_server.server.log.disk import DirectoryDisk
 from psengine.parameter_server.server.snapshots.files import ServerState
 from psengine.parameter_server.server.snapshots.generations import Generations
 from psengine.protocol.frames import decode, encode
-from psengine.protocol.layout import first_difference
+from psengine.protocol.layout import ChunkKind, ChunkSpec, Segment, first_difference
 from psengine.protocol.messages import MAX_PAYLOAD_BYTES, ErrorCode, Message, MessageType
 from psengine.protocol.rows import pack_rows, unpack_rows
 from psengine.protocol.views import Release
@@ -144,6 +144,13 @@ def test_layouts_that_differ_in_a_table_are_told_apart():
     text = first_difference([table()], [table(dim=8)])
     assert "'users': here table of rows=1000, dim=4, parts=1," in text
     assert "there table of rows=1000, dim=8" in text
+
+
+def test_layouts_that_differ_in_the_order_of_names_are_told_apart():
+    segments = [Segment(name, (2,), (1,), 0, 2) for name in "ab"]
+    orders = (segments, segments[::-1])
+    layouts = [[ChunkSpec(0, ChunkKind.PARAMETER, torch.float32, 4, tuple(order))] for order in orders]
+    assert "'a' here stands in the place of 'b' there. Fix: register" in first_difference(*layouts)
 
 
 @pytest.mark.parametrize(("dim", "optimizer"), [(64, "sgd"), (1, "rowwise_adagrad")])
