@@ -247,7 +247,8 @@ class C10dCollective(Collective):
             return CollectiveError(f"{failure}\n{self.liveness.describe_waits()}")
         return PeerLostError(
             f"Lost {', '.join(map(self.liveness.describe_lost, missing))}. {failure}\n"
-            "Look at the first error in the output of the ranks named above; restart the job from its last checkpoint.",
+            "Look at the first error in the output of the ranks named above. Unless something restarts the job by"
+            " itself, restart it from its last checkpoint.",
             missing,
         )
 

@@ -40,6 +40,16 @@ def converted_message(name: str, rank: int) -> str:
     )
 
 
+def replaced_message(name: str, rank: int) -> str:
+    """A parameter that got no gradient is not the module's any more."""
+    return (
+        f"{_PRIOR_REDUCTION}Modules must keep the parameters that they had when the model was wrapped: the gradient of"
+        f" another in the place of one stays on this rank (parameter {name!r} on rank {rank} is another object, or"
+        " gone). Fix: replace parameters, or call load_state_dict(..., assign=True), before wrapping; or wrap"
+        " model.module anew, and make the optimizer from its parameters."
+    )
+
+
 def unfinished_reduction_message(rank: int, missing: Mapping[int, str], *, find_unused: bool) -> str:
     """Some parameters (index to name) got no gradient, so their buckets never filled."""
     advice = (
@@ -80,6 +90,15 @@ def newly_used_message(name: str, rank: int) -> str:
         "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but then"
         " got used in the second iteration. this is not compatible with static_graph set to True."
         f" (parameter {name!r} on rank {rank})"
+    )
+
+
+def counted_nothing_message(rank: int) -> str:
+    """The backward that a static graph counted reached no parameter."""
+    return (
+        "static_graph=True counts which parameters the first backward after a forward uses (expected loss.backward(),"
+        f" got one that reached no parameter on rank {rank}, as torch.autograd.grad of an input does for a gradient"
+        " penalty). Fix: static_graph=False."
     )
 
 

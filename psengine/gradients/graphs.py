@@ -35,6 +35,7 @@ class EveryParameter:
         records_usage: whether hooks set ``used``, inside no_sync too: gradients accumulated there are exchanged with
             the next backward, even if that one does not use the parameter.
         is_being_counted: whether the coming backward is the one that shows which hooks fire how often.
+        counted_nothing: whether in that one no hook fired, so that none may fire later.
         finds_unused: whether some parameters may get no gradient, so that ranks agree which ones.
         has_marked_unused: whether this backward's unused parameters were counted as ready.
         used: by parameter, 1 where this rank used it since the last agreement; after an agreement, where any rank did.
@@ -48,6 +49,7 @@ class EveryParameter:
     finds_unused = False
     records_usage = False
     is_being_counted = False
+    counted_nothing = False
     never_changed = True
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -264,6 +266,7 @@ class StaticGraph(_UsedParameters):
         self._reduce()
         self.unused = [index for index, count in enumerate(self.counts) if count == 0]
         self._set_counting(False)
+        self.counted_nothing = self.records_usage = not any(self.counts)
 
     @override
     def describe_missing(self, rank: int, missing: Mapping[int, str]) -> str:
@@ -271,4 +274,6 @@ class StaticGraph(_UsedParameters):
 
     @override
     def describe_repetition(self, rank: int, index: int) -> str:
+        if self.counted_nothing:
+            return error_texts.counted_nothing_message(rank)
         return error_texts.newly_used_message(self._names[index], rank)

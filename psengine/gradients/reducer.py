@@ -24,7 +24,7 @@ import torch
 from psengine.errors import NonFiniteGradientError, ReductionError
 from psengine.gradients import error_texts
 from psengine.gradients.graphs import EveryParameter, SearchedGraph, StaticGraph
-from psengine.gradients.hooks import AccumulationNodes, is_in_distributed_autograd
+from psengine.gradients.hooks import AccumulationNodes, is_in_distributed_autograd, outside_transforms
 from psengine.gradients.in_flight import BucketsInFlight, FiniteCheck
 from psengine.gradients.packing import Packing, make_packing
 from psengine.gradients.ready_counter import ReadyCounter
@@ -82,6 +82,7 @@ class Reducer:
     ) -> None:
         self.parameters = list(replica.parameters.values())
         self.names = list(replica.parameters)
+        self._find = replica.find
         self.strategy = strategy
         self._collective = collective = replica.collective
         self.watched = Backwards(strategy.capabilities.exchange_name)
@@ -197,6 +198,7 @@ class Reducer:
             return self.strategy.slot_memory(index, slot)
         return self.strategy.allocate(numel, dtype, device, keeps_dtype=self._keeps_dtype)
 
+    @outside_transforms
     def _rebuild_buckets(self) -> bool:
         """Once, between the first and the second iteration: lay out buckets in the order gradients arrived on rank 0.
 
@@ -266,6 +268,7 @@ class Reducer:
         self.graph = StaticGraph(self.names, self._device, self.strategy)
         self._ready_counter.call()  # usage is recorded from now on
 
+    @outside_transforms
     def prepare_for_forward(self) -> None:
         """Count an iteration whose gradients will be exchanged.
 
@@ -282,6 +285,7 @@ class Reducer:
         self.iteration += 1
         self.watched.begin_step(self.iteration)
 
+    @outside_transforms
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor] = ()) -> None:
         """Expect one gradient for each parameter; with ``find_unused_parameters``, for those ``outputs`` depend on."""
         self._expects_hooks = True
@@ -305,6 +309,9 @@ class Reducer:
             return
         missing = {index: self.names[index] for index in self._ready_counter.missing()}
         self._check_listening(missing)
+        for index, name in missing.items():
+            if self._find(name) is not self.parameters[index]:
+                self._fail(error_texts.replaced_message(name, self._collective.rank))
         self._fail(self.graph.describe_missing(self._collective.rank, missing))
 
     def _check_listening(self, indices: Iterable[int]) -> None:
@@ -324,6 +331,8 @@ class Reducer:
             if self.graph.records_usage and self.parameters[index].grad is not None:
                 self.graph.used[index] = 1
             if not self._expects_hooks:
+                if self.graph.counted_nothing:
+                    self._fail(self.graph.describe_repetition(self._collective.rank, index))
                 return
             if self.parameters[index].grad is None:
                 self._misses_gradients = True

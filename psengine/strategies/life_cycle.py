@@ -36,6 +36,7 @@ class Replica:
         is_known_equal: whether the user vouches that all replicas are equal already.
         options: what all ranks have to choose alike besides the strategy's, by name.
         other_names: which names of ``state`` the module does not save, and its further ones.
+        find: returns the parameter that has a name now, None where none has; a program may put others in their place.
     """
 
     parameters: Mapping[str, torch.nn.Parameter]
@@ -47,6 +48,7 @@ class Replica:
     is_known_equal: bool = False
     options: Mapping[str, str] = field(default_factory=dict)
     other_names: OtherNames = field(default_factory=OtherNames)
+    find: Callable[[str], torch.nn.Parameter | None] = lambda name: None
 
 
 class LifeCycle(ABC):

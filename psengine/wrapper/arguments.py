@@ -17,7 +17,7 @@ from psengine.collectives import registry
 from psengine.environment.context import world_place
 from psengine.environment.launchers import read_worker
 from psengine.environment.variables import inherited_variables
-from psengine.errors import ArgumentTypeError, ConfigurationError, ModuleError
+from psengine.errors import ArgumentTypeError, ConfigurationError, ModuleError, ReductionError
 from psengine.strategies.base import Strategy
 from psengine.tensors.leaves import is_real_scalar, to_float
 
@@ -152,6 +152,16 @@ def check_can_join(wrapper: Any, *, divides_by_all: bool) -> None:
         raise ConfigurationError(
             f"strategy {strategy.name!r} divides by all ranks inside join (expected divide_by_initial_world_size=True,"
             " got False). Fix: leave it True, or use strategy='sync'."
+        )
+
+
+def check_can_transform(wrapper: Any) -> None:
+    """Refuse a forward inside a torch.func transform, which may not write to the model, where buffers are broadcast."""
+    if wrapper._collective.world_size > 1 and wrapper.will_sync_module_buffers():
+        raise ReductionError(
+            "a forward inside a torch.func transform cannot broadcast the model's buffers (expected a model without"
+            f" buffers, got {next(wrapper.module.named_buffers())[0]!r}). Fix: transform model.module; or wrap the"
+            " model with forward_sync_buffers=False."
         )
 
 

@@ -33,6 +33,7 @@ from psengine.environment.context import shutdown_count
 from psengine.environment.uncaught import install_hook
 from psengine.environment.variables import default_collective, read_variable
 from psengine.errors import ConfigurationError, ModuleError
+from psengine.gradients.hooks import is_transformed
 from psengine.gradients.reducer import Reducer
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.protocol.layout import OtherNames
@@ -312,6 +313,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             sparse=[name for name in parameters if has_sparse_gradient(self.module, name)],
             is_known_equal=is_known_equal,
             options=self._tables.options,
+            find=functools.partial(find_parameter, self.module),
         )
 
     # ---- forward ---------------------------------------------------------------------------------------------------
@@ -319,6 +321,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; gradients of its outputs will be exchanged by the next backward (see ``no_sync``)."""
         native_features.stay_out_of_graphs()
+        if is_transformed():
+            checks.check_can_transform(self)
         recorded = None
         if recorder.is_on:
             recorder.settled_ns()
@@ -679,6 +683,14 @@ def reducible_parameters(module: torch.nn.Module, ignored: Set[str]) -> dict[str
         if parameter.requires_grad and name not in ignored:
             names.setdefault(parameter, name)
     return {name: parameter for parameter, name in names.items()}
+
+
+def find_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter | None:
+    """The parameter that ``module`` has under ``name`` now; None where it has none."""
+    try:
+        return module.get_parameter(name)
+    except AttributeError:
+        return None
 
 
 def has_sparse_gradient(module: torch.nn.Module, name: str) -> bool:

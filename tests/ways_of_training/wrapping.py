@@ -1,11 +1,13 @@
 """The wrapper's own options, and torch.compile around and inside it."""
 
+from collections import OrderedDict
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as NativeDDP
 from ways_of_training.networks import Pieces, classify, mlp, train
-from ways_of_training.run import Run
+from ways_of_training.run import WIDTH, Run
 from ways_of_training.table import left_out, refused, row
 
 NO_GROUP = left_out("a plain process has no group")
@@ -20,6 +22,23 @@ def static_graph_accumulating(run: Run) -> None:
             with model.no_sync():
                 classify(model, x[:2], y[:2]).backward()
         classify(model, x[2:], y[2:]).backward()
+
+
+@row
+def transformed(run: Run) -> None:
+    """torch.func.grad by the input, twice after each step but the first."""
+    model = run.wrap(mlp())
+    for step, (x, y) in enumerate(run.training(run.sgd(model))):
+        classify(model, x, y).backward()
+        for _ in range(2 if step else 0):
+            run.note(torch.func.grad(lambda x: model(x).sum())(x))
+
+
+@row(sync_server=refused("a set has none"))
+def registered_in_another_order(run: Run) -> None:
+    """Two layers of equal shape, which rank 1 has in the other order (transformers #48162)."""
+    names = ("first", "second") if run.rank == 0 else ("second", "first")
+    train(run, run.wrap(nn.Sequential(OrderedDict((name, nn.Linear(WIDTH, WIDTH)) for name in names))))
 
 
 @row(slow=True)

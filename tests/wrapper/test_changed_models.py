@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from support.expectations import raises
+from support.processes import in_ranks
 from support.server_training import at_servers
 from torch import nn
 
@@ -108,6 +109,14 @@ def test_conversions_after_wrapping_are_refused(rank, world_size):
     with raises(ReductionError, "'head.weight'"):
         train(ddp, 1)
 
+    # Another parameter in the place of one is no unused one (pytorch #102212).
+    ddp = psengine.DistributedDataParallel(Head())
+    train(ddp, 1)
+    ddp.module.body.weight = nn.Parameter(torch.ones(4, 4))
+    train(ddp, 1)
+    with raises(ReductionError, "'body.weight'", f"rank {rank} is another object", "assign=True"):
+        train(ddp, 1)
+
     # A forward without a backward is no conversion, and who only evaluates may convert.
     ddp = psengine.DistributedDataParallel(Head(), find_unused_parameters=True)
     ddp(torch.ones(1, 4))
@@ -115,3 +124,19 @@ def test_conversions_after_wrapping_are_refused(rank, world_size):
     with torch.no_grad():
         ddp.double()
         ddp(torch.ones(1, 4))
+
+
+@in_ranks(2)
+def test_derivatives_by_the_input_are_refused_by_their_name(rank, world_size):
+    x = torch.full((2, 4), 1.0 + rank)
+    ddp = psengine.DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, eps=1.0)))
+    for _ in range(2):
+        with raises(ReductionError, "torch.func", "'1.running_mean'", "Fix: transform model.module"):
+            torch.func.grad(lambda x: ddp(x).sum())(x)
+        ddp(x).sum().mul(1.0 + rank).backward()
+    assert ddp.module[1].bias.grad.tolist() == [6.0] * 4
+
+    ddp = psengine.DistributedDataParallel(nn.Linear(4, 4), static_graph=True)
+    (slope,) = torch.autograd.grad(ddp(x.requires_grad_()).sum(), x, create_graph=True)
+    with raises(ReductionError, "a gradient penalty", f"rank {rank}", "Fix: static_graph=False"):
+        slope.square().sum().backward()

@@ -426,8 +426,8 @@ class SharedMemoryCollective(Forwarding):
             if rank in ranks
         )
         return PeerLostError(
-            f"Lost {lost}. {failed}.\nLook at the first error in the output of the ranks named above; restart the job"
-            " from its last checkpoint.",
+            f"Lost {lost}. {failed}.\nLook at the first error in the output of the ranks named above. Unless something"
+            " restarts the job by itself, restart it from its last checkpoint.",
             ranks,
         )
 

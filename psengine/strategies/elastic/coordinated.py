@@ -167,13 +167,14 @@ class CoordinatedMembership(Membership):
         if is_first:
             self._failing, self._failed_s = failing, now_s
         level = logging.WARNING if is_first and not self.has_news else logging.INFO
-        logger.log(level, "the workers of view %d could not go on together: %s", view.number, error)
+        reason = str(error).partition("\n")[0]  # what follows is advice for jobs that end with it
+        logger.log(level, "the workers of view %d could not go on together: %s", view.number, reason)
         failed_s = now_s - self._failed_s
         if failed_s >= job.options.timeout_s and not self.has_news:  # else another one may know more
             raise ServerError(
                 f"{job} has been in no group of workers that ends a step for {failed_s:.0f} s (expected that it reaches"
                 " all servers, and all workers each other; got:"
-                f" {error}{self._unconnected(view)}). Fix: start servers again that are gone; let firewalls pass"
+                f" {reason}{self._unconnected(view)}). Fix: start servers again that are gone; let firewalls pass"
                 " connections between these hosts, to any port; name the interface between them in GLOO_SOCKET_IFNAME."
             ) from error
 
