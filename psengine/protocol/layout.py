@@ -41,7 +41,7 @@ class ChunkKind(str, Enum):
     PARAMETER = "parameter"  # trained: gradients are pushed
     BUFFER = "buffer"  # running statistics: values are pushed
     CONSTANT = "constant"  # frozen parameters: never pushed
-    USAGE = "usage"  # which parameters a backward used: int32, summed
+    USAGE = "usage"  # summed: which parameters a backward used, int32; losses of closures, float64
     TABLE = "table"  # part of a table of rows: gradients of rows are pushed
 
     @property

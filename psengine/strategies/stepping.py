@@ -29,6 +29,12 @@ class Stepping:
         """
         return local_step()
 
+    def average_loss(self, loss: float) -> float:
+        """What an optimizer goes by that chooses its step by the loss (LBFGS), each time that its closure has run: the
+        same on all workers that step alike. Default: this worker's own loss.
+        """
+        return loss
+
     def fetch_optimizer_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Before ``optimizer.state_dict()``: bring its state here from wherever it is kept."""
 

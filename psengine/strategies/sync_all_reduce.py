@@ -133,6 +133,15 @@ class SyncAllReduce(Strategy):
         return self.collective.all_reduce(used, what="used-parameter map")
 
     @override
+    def average_loss(self, loss: float) -> float:
+        """As the gradients of the same backward, the losses count by the ranks' weights."""
+        weight = 1.0 if self._weight is None else self._weight.weight
+        total = torch.tensor([loss * weight, weight], dtype=torch.float64, device=self.replica.device)
+        self.collective.sum(total, what="losses of a closure")
+        losses, weights = total.tolist()
+        return float(losses / (weights or 1.0))
+
+    @override
     def residuals(self) -> dict[str, torch.Tensor]:
         return self._sums.residuals()
 

@@ -87,6 +87,8 @@ class _StrategyStep(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> Any:
         """Step as the strategy says, and the tables' rows; arguments and result are the wrapped class's."""
         self._opt_called = True  # what a scheduler looks for, which leaves this step alone
+        if closure is not None and isinstance(self, torch.optim.LBFGS):
+            closure = functools.partial(_average_loss, closure, self._psengine_strategy)
         local_step = functools.partial(super().step, closure, **options)
         tables, found_inf = self._psengine_tables, getattr(self, "found_inf", None)
         with span("optimizer step"):
@@ -143,6 +145,12 @@ class _StrategyStep(torch.optim.Optimizer):
         check_whole_state(self)
         plain_class = type(self).__mro__[2]
         return object.__new__, (plain_class,), self.__getstate__()
+
+
+def _average_loss(closure: Callable[[], Any], strategy: Strategy) -> Any:
+    """Evaluate the ``closure`` of an optimizer that searches along a line: workers must take the same decisions."""
+    loss = torch.as_tensor(closure()).detach()
+    return loss.new_tensor(strategy.average_loss(float(loss)))
 
 
 @functools.cache

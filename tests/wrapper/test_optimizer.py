@@ -12,6 +12,7 @@ import torch
 from support.expectations import raises
 from support.native_twins import Net, seeded
 from support.processes import in_ranks, run_ranks
+from support.server_training import at_servers
 from support.waiting import eventually
 from torch import nn
 
@@ -171,3 +172,35 @@ def test_a_joiner_whose_optimizers_are_others_is_refused(server, tmp_path):
 def test_what_is_no_state_is_refused(data):
     with pytest.raises(ServerError, match="cannot be read"):
         unpack([torch.frombuffer(bytearray(data), dtype=torch.uint8)] if data else [])
+
+
+def search(ranks: Iterable[int], strategy: str | None) -> tuple[int, list[torch.Tensor]]:
+    """How often LBFGS evaluates the loss of these ranks' batches, and the parameters that it finds."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    optimizer: Any = torch.optim.LBFGS(model.parameters(), max_iter=6, line_search_fn="strong_wolfe")
+    module, evaluations = model, 0
+    if strategy is not None:
+        model = DistributedDataParallel(module, strategy=strategy)
+        optimizer = DistributedOptimizer(optimizer, model)
+    generators = {rank: torch.Generator().manual_seed(rank) for rank in ranks}
+    x = torch.cat([torch.randn(8, 4, generator=one).double() * (1 + 3 * rank) for rank, one in generators.items()])
+
+    def closure() -> torch.Tensor:
+        nonlocal evaluations
+        evaluations += 1
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), x.square().sum(1, keepdim=True))
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return evaluations, list(module.parameters())
+
+
+@at_servers(2)
+def test_lbfgs_searches_along_the_loss_of_all_workers(rank, world_size):
+    """As one process does with the whole batch (pytorch #30439)."""
+    wanted = search(range(world_size), None)
+    for name in ("sync", "sync-server"):
+        torch.testing.assert_close(search([rank], name), wanted)

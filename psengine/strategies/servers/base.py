@@ -45,6 +45,7 @@ LOOK_AGAIN_S = 0.1
 # How long a change of strategies waits for the first answer of a server.
 CHECK_TIMEOUT_S = 10.0
 USAGE_NAME = "psengine/used parameters"
+LOSS_NAME = "psengine/losses"
 
 
 class _SessionsOptions(TypedDict, total=False):
@@ -373,13 +374,14 @@ class ChunkedReplica:
         replica: as given to ``Strategy.prepare``.
         buckets: the reducer's; dense.
         servers: how many hold the chunks.
-        counts_usage: whether to have a chunk for the map of used parameters.
+        counts_usage: whether to have a chunk for the map of used parameters, and one for losses.
 
     Attributes:
         specs: all chunks, by key.
         of_bucket: per bucket its chunks as (spec, start, end), which tile the bucket's flat memory in order.
         buffers: keys of the chunks of buffers.
         usage: key of the usage map, None without one.
+        loss: key of what ``average_loss`` adds, None without a usage map.
     """
 
     def __init__(self, replica: Replica, buckets: Sequence[Bucket], *, servers: int, counts_usage: bool) -> None:
@@ -406,10 +408,13 @@ class ChunkedReplica:
             self._images[name] = TensorImage(tensor)
             self._add(ChunkKind.CONSTANT, [name], tensor.dtype)
         self.usage: int | None = None
+        self.loss: int | None = None
         if counts_usage:
             self.usage = len(self.specs)
             count = len(replica.parameters)
             self.specs.extend(cut(ChunkKind.USAGE, [(USAGE_NAME, (count,), (1,), count)], torch.int32, self.usage))
+            self.loss = len(self.specs)
+            self.specs.extend(cut(ChunkKind.USAGE, [(LOSS_NAME, (2,), (1,), 2)], torch.float64, self.loss))
 
     def _add(self, kind: ChunkKind, names: Sequence[str], dtype: torch.dtype) -> list[ChunkSpec]:
         images = {name: self._images[name] for name in names}

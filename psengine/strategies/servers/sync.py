@@ -58,6 +58,7 @@ class SyncServer(ServerStrategy):
     counts_usage = True
     _empty_steps = 0
     _is_in_closure = False  # of an optimizer's step, which goes on after it
+    _is_searching = False  # that step has evaluated its closure, and may do so again
 
     def __init__(self, **options: Unpack[ServerOptions]) -> None:
         super().__init__({"name": "average"}, **options)
@@ -123,7 +124,8 @@ class SyncServer(ServerStrategy):
         self._is_open, self._is_empty = True, False
         self.optimizers.forget_arrived(self.completed_steps)
         self._exchanges = []
-        self.session.serve_joiner(self._deposit_state)
+        if not self._is_searching:  # a joiner would begin another search than the one under way
+            self.session.serve_joiner(self._deposit_state)
 
     @override
     def exchange(self, bucket: Bucket) -> BucketExchange:
@@ -242,7 +244,20 @@ class SyncServer(ServerStrategy):
         try:
             return local_step()
         finally:
-            self._is_in_closure = False
+            self._is_in_closure = self._is_searching = False
+
+    @override
+    def average_loss(self, loss: float) -> float:
+        """A step of the protocol, in which servers add losses and weights."""
+        assert self.chunks.loss is not None
+        self._is_searching = True
+        weight = 1.0 if self._weight is None else self._weight
+        total = torch.empty(2, dtype=torch.float64)
+        self._exchange(self.chunks.loss, torch.tensor([loss * weight, weight], dtype=torch.float64), total)
+        self._wait()
+        self._is_open = False
+        losses, weights = total.tolist()
+        return float(losses / (weights or 1.0))
 
     @override
     def statistics(self) -> dict[str, Any]:
