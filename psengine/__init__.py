@@ -5,14 +5,43 @@ command that only shows its help, or asks a server for its status, does not wait
 """
 
 import importlib
+import logging
+import os
+import sys
+from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING
 
-from psengine.collectives.torch_backend import backend as torch_backend
-from psengine.version import __version__ as __version__
+
+def _lacks_extension(package: str) -> bool:
+    """Whether ``package`` is a source tree's, where the native extension was not built."""
+    is_source = os.path.isdir(os.path.join(os.path.dirname(package), "csrc"))
+    return is_source and not any(name.startswith("_native.") for name in os.listdir(package))
+
+
+# After ``pip install .`` a program in the same folder finds the sources first. It goes on with what was installed.
+_found_first = os.path.dirname(os.path.abspath(__file__))
+_taken = _found_first
+if _lacks_extension(_found_first):
+    _others = [entry for entry in sys.path if os.path.abspath(entry) != os.path.dirname(_found_first)]
+    _other = PathFinder.find_spec("psengine", _others)
+    # The other project's package of this name has none of our folders.
+    if _other and _other.origin and os.path.isdir(os.path.join(os.path.dirname(_other.origin), "kernels")):
+        __file__, _taken = _other.origin, os.path.dirname(_other.origin)
+        __path__[:] = [_taken]
+
+from psengine.collectives.torch_backend import backend as torch_backend  # noqa: E402
+from psengine.environment.variables import RUN_ID, read_variable  # noqa: E402
+from psengine.version import __version__ as __version__  # noqa: E402
 
 if TYPE_CHECKING:
     from psengine.api import *  # noqa: F403 - __all__ is there
 
+if _taken != _found_first and not read_variable(RUN_ID):  # psengine run says it for its workers
+    logging.getLogger(__name__).warning(
+        "psengine is imported from %s, because %s has no native extension. Fix: run outside of that folder; to use its"
+        " code, pip install -e . there",
+        *(_taken, _found_first),
+    )
 torch_backend.register()
 
 # Hidden from type checkers, which would take any name for one of ours.

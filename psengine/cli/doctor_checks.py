@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.utils import collect_env
 
 import psengine
+from psengine.cli import other_copy
 from psengine.collectives.registry import COLLECTIVES, collective_for, default_group
 from psengine.environment import installation
 from psengine.environment.launchers import detect
@@ -146,6 +147,9 @@ def versions(context: CheckContext) -> Iterator[Finding]:
         f"psengine {__version__} in {Path(psengine.__file__).parent}, torch {found.torch_version}, Python"
         f" {found.python_version.split()[0]}, {found.os}, {found.libc_version}",
     )
+    text, _, fix = other_copy(".").partition(". Fix: ")
+    if text:
+        yield Finding("warning" if fix else "note", text, fix)
 
 
 def native_extension(context: CheckContext) -> Iterator[Finding]:

@@ -37,6 +37,11 @@ from psengine.errors import CollectiveError, ConfigurationError, PSEngineError
 
 MAX_RANKS = 64
 _HERE = str(Path(__file__).parent)
+# Starts a rank with this psengine, though the folder in which it runs may have another.
+_SERVE = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); from psengine.verify.ranks import serve_at;"
+    " del sys.path[0]; serve_at(%d)"
+)
 _POLL_S = 0.05
 # After the first error: how long an earlier one may take to be reported.
 _GRACE_S = 0.3
@@ -166,7 +171,7 @@ def start_interpreters(
         ours, theirs = Pipe()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", f"from psengine.verify.ranks import serve_at; serve_at({theirs.fileno()})"],
+                [sys.executable, "-c", _SERVE % theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 start_new_session=True,

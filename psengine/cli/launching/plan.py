@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from typer.core import TyperCommand
 from typing_extensions import override
 
+from psengine.cli import other_copy
 from psengine.environment.variables import default_collective, default_strategy, read_variable
 from psengine.errors import ConfigurationError
 from psengine.specification import Specification, did_you_mean
@@ -205,7 +206,8 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """What to say before the workers start: which failures the run survives, and how long it may wait."""
-        notes = []
+        folder = "." if self.torchrun.module or self.torchrun.no_python else str(Path(self.script[0]).parent)
+        notes = [note] if (note := other_copy(folder)) else []
         if self.uses_servers:
             who = "it alone is" if self.options.independent else "all are"
             again = f"{who} started again (--max-restarts {self.torchrun.max_restarts})"
