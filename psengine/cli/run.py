@@ -34,6 +34,8 @@ psengine run --workers 4 --strategy async --independent --max-restarts 3 train.p
 
 psengine run --workers 4 --strategy sync:virtual_workers=8 --independent train.py
 
+psengine run --workers 2 --replace-ddp --strategy async written_for_native_ddp.py
+
 psengine run --workers 2 --timeline out.json -m package.train
 
 psengine run --nnodes 2 --workers 8 --rdzv-endpoint node-0:29400 train.py  (the same on both nodes)
@@ -86,6 +88,9 @@ def run(
     ] = None,
     continues: Annotated[
         bool, typer.Option("--continue", help="Go on from the values that another run has trained at the servers.")
+    ] = False,
+    replace_ddp: Annotated[
+        bool, typer.Option("--replace-ddp", help="Native DDP is psengine's in the script, which stays as it is.")
     ] = False,
     timeline: Annotated[
         Path | None, typer.Option(metavar="OUT.json", help="Record what each rank does when, for ui.perfetto.dev.")

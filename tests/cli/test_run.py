@@ -4,6 +4,8 @@ import json
 import os
 import re
 import socket
+import subprocess
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from support.command_process import SUPPORT, WORKER, run_command
 from psengine.cli.launching.plan import Plan, RunArguments, RunOptions, expected_servers, make_plan, split_arguments
 from psengine.cli.main import main
 from psengine.cli.run import recorded
+from psengine.integrations import replacing
 
 OWN = {"--workers": True, "--independent": False, "--strategy": True}
 TORCHRUN = {"--nnodes": True, "--rdzv-endpoint": True, "--standalone": False, "-m": False, "-r": True}
@@ -57,6 +60,8 @@ def test_the_line_is_cut_at_the_script(line, own, torchrun, script):
         (["--nnodes", "2", "--rdzv-endpoint", "h:1", "--strategy", "async", WORKER], "psengine-server --bind"),
         (["--independent", WORKER], "got 'sync'"),
         ([*INDEPENDENT, "--rdzv-endpoint=h:1", "--node_rank", "1", "-r3", WORKER], "--rdzv-endpoint, --node-rank, -r"),
+        (["--replace-ddp", *INDEPENDENT, WORKER], "Fix: leave --independent out"),
+        (["--replace-ddp", "--strategy", "sync:virtual_workers=4", WORKER], "psengine.ElasticLoader"),
         (["--first-worker", "2", WORKER], "expected --independent with it"),
         (["--total-workers", "2", WORKER], "--total-workers numbers independent workers"),
         (["--servers", "1", "--server-address", "tcp://h:1", WORKER], "leave --servers out"),
@@ -158,6 +163,30 @@ def test_one_worker_writes_as_it_would_alone():
     )
     assert (code, err) == (0, "")
     assert out.startswith("worker 0 has []")
+
+
+@pytest.mark.timeout(600)
+def test_a_script_for_native_ddp_runs_as_it_is():
+    results = []
+    for options in ("", *(f"--replace-ddp --strategy {name}" for name in ("sync", "async", "local:every=4"))):
+        code, out, err = run_command(["run", "--workers", "2", *options.split(), str(SUPPORT / "native_script.py")])
+        assert code == 0, err
+        results.append(sorted(line.rsplit(" ", 1) for line in out.splitlines()))
+    native, same, pushed, rounds = results
+    assert same == native
+    for lines in (pushed, rounds):
+        assert [who for who, _ in lines] == [who.replace("] ", "] Distributed") for who, _ in native]
+    assert [digest for _, digest in rounds[:2]] == [digest for _, digest in rounds[2:]]  # after two whole rounds
+
+
+def test_a_script_that_wraps_nothing_hears_of_it(tmp_path):
+    """And the user's own sitecustomize.py runs, too."""
+    (tmp_path / "sitecustomize.py").write_text("print('mine')")
+    program = "import torch; torch.optim.SGD([torch.ones(1, requires_grad=True)])"
+    variables = {**os.environ, "PYTHONPATH": f"{replacing.__path__[0]}:{tmp_path}", "RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=170)
+    assert (done.returncode, done.stdout) == (0, "mine\n")
+    assert "--replace-ddp changed nothing here" in done.stderr
 
 
 def test_a_group_is_started_again_and_shares_out_the_cores(tmp_path):

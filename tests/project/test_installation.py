@@ -10,42 +10,32 @@ import psengine
 ROOT = Path(psengine.__file__).parents[1]
 
 
-def link_package(folder: Path, initial: str) -> None:
-    """Our package in ``folder``, without its native extension and with another ``__init__.py``."""
+def run_doctor(folder: Path, initial: str) -> subprocess.CompletedProcess[str]:
+    """Where Python finds our package first in ``folder``, without its extension and with another ``__init__.py``."""
     (folder / "psengine").mkdir()
     for entry in (ROOT / "psengine").iterdir():
         if not entry.name.startswith(("__init__", "_native")):
             (folder / "psengine" / entry.name).symlink_to(entry)
     (folder / "psengine" / "__init__.py").write_text(initial)
+    command = [sys.executable, "-m", "psengine", "doctor", "--only", "versions"]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120, cwd=folder)
 
 
 def test_sources_without_the_extension_hand_over_to_the_installation_with_a_line(tmp_path):
-    """After ``pip install .`` in the sources' folder, where Python finds them first."""
-    link_package(tmp_path, (ROOT / "psengine" / "__init__.py").read_text())
+    """After ``pip install .`` in the sources' folder."""
     (tmp_path / "csrc").mkdir()
-    command = [sys.executable, "-m", "psengine", "doctor", "--only", "versions"]
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "PSENGINE_RUN_ID": ""}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = run_doctor(tmp_path, (ROOT / "psengine" / "__init__.py").read_text())
     where = f"psengine is imported from {ROOT}/psengine, because {tmp_path}/psengine has no native extension"
-    assert done.returncode == 0, done.stderr
-    assert where in done.stdout
-    assert done.stderr.count(where) == 1
+    assert (done.returncode, done.stderr.count(where), done.stdout.count(where)) == (0, 1, 1), done.stderr
 
 
 def test_the_command_says_so_where_the_other_project_has_overwritten_this_one(tmp_path):
     """Its __init__.py instead of ours; our command is there still."""
-    link_package(tmp_path, '"""Another project."""\n')
     left = tmp_path / "psengine-2.14.0.dist-info"
     left.mkdir()
     (left / "METADATA").write_text("Metadata-Version: 2.1\nName: psengine\nVersion: 2.14.0\n")
-    done = subprocess.run(
-        [sys.executable, "-c", "from psengine.cli.main import main; main(['doctor'])"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=tmp_path,
-    )
+    done = run_doctor(tmp_path, '"""Another project."""\n')
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: Another project's package psengine lies over this one")

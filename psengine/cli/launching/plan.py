@@ -6,6 +6,7 @@ The line has options of its own and torchrun's, then the script with the script'
 from __future__ import annotations
 
 import math
+import os
 import signal
 import uuid
 from argparse import Namespace
@@ -17,6 +18,7 @@ from typing import Any, NoReturn
 from typer.core import TyperCommand
 from typing_extensions import override
 
+import psengine
 from psengine.cli import other_copy
 from psengine.environment.variables import default_collective, default_strategy, read_variable
 from psengine.errors import ConfigurationError
@@ -150,6 +152,7 @@ class RunOptions:
     first_worker: int = 0
     total_workers: int | None = None
     continues: bool = False
+    replace_ddp: bool = False
     prefix: bool | None = None
 
 
@@ -166,7 +169,7 @@ class Plan:
         signals: names of those that end the run.
         servers: how many to start; 0 where there are some already, or none are needed.
         uses_servers: whether the strategy does.
-        variables: PSENGINE_* that workers get besides those of this process.
+        variables: that workers get besides those of this process.
         forgiven_s: an independent worker that has run so long may be started again as often as at first.
     """
 
@@ -219,6 +222,9 @@ class Plan:
             notes.append(f"{servers}when a worker dies, {fate}")
         elif self.servers or self.options.server_address:
             notes.append("the servers are for tables alone (psengine.ServerEmbedding): the strategy uses none")
+        if self.options.replace_ddp:
+            strategy = self.options.strategy or default_strategy()
+            notes.append(f"native DistributedDataParallel is psengine's in the script, with strategy {strategy!r}")
         if self.is_multi_node:
             place = self.torchrun.rdzv_endpoint or self.torchrun.master_addr
             notes.append(f"waiting for {self.nodes[1]} nodes at {place}")
@@ -245,6 +251,8 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
             f"--servers starts servers of this run's own (expected no others, got {named}). Fix: leave --servers out,"
             " or --server-address and PSENGINE_SERVERS"
         )
+    if given.replace_ddp:
+        _check_replaceable(given, strategy)
     servers, forgiven_s = expected_servers(given), math.inf
     if given.independent:
         _check_independent(parts, strategy, uses_servers=uses_servers)
@@ -261,11 +269,14 @@ def make_plan(parts: RunArguments, given: RunOptions) -> Plan:
             " or PSENGINE_SERVERS, got neither). Fix: start psengine-server --bind tcp://0.0.0.0:7077 --secret-file"
             " FILE on one node, and add --server-address tcp://THAT-NODE:7077 on every node"
         )
+    # Python runs the sitecustomize.py that it finds there.
+    path = f"{psengine.__path__[0]}/integrations/replacing", read_variable("PYTHONPATH")
     variables = {
         "PSENGINE_STRATEGY": given.strategy,
         "PSENGINE_COLLECTIVE": given.collective,
         "PSENGINE_SERVERS": given.server_address,
         "PSENGINE_CONTINUE": "1" if given.continues else None,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)) if given.replace_ddp else None,
         "PSENGINE_METRICS_PORT": None if given.metrics_port is None else str(given.metrics_port),
     }
     return Plan(
@@ -410,4 +421,16 @@ def _check_independent(parts: RunArguments, strategy: str, *, uses_servers: bool
             f"--independent workers have no use for torchrun's {', '.join(refused)} (expected of torchrun's"
             f" options only {', '.join(_INDEPENDENT_OPTIONS)}). On several nodes run the line on each, with one"
             " --server-address for all and another --first-worker on each"
+        )
+
+
+def _check_replaceable(given: RunOptions, strategy: str) -> None:
+    """Refuse what a script that was written for native DDP cannot do."""
+    refused = "--independent" if given.independent else "virtual_workers"
+    if given.independent or refused in Specification.parse("strategy", strategy).written:
+        raise ConfigurationError(
+            f"--replace-ddp runs a script that makes a process group and deals out its data by ranks (expected a"
+            f" strategy with both, got {refused}). Fix: leave {refused} out; or --replace-ddp, and change the script:"
+            " context = psengine.init() in the place of init_process_group, context.worker and .workers in that of rank"
+            " and world size; with virtual workers also psengine.ElasticLoader in that of DataLoader"
         )
