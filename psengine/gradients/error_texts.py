@@ -7,6 +7,7 @@ parameters instead of indices, the rank, and the fix.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 _PRIOR_REDUCTION = "Expected to have finished reduction in the prior iteration before starting a new one. "
 
@@ -47,6 +48,19 @@ def replaced_message(name: str, rank: int) -> str:
         f" another in the place of one stays on this rank (parameter {name!r} on rank {rank} is another object, or"
         " gone). Fix: replace parameters, or call load_state_dict(..., assign=True), before wrapping; or wrap"
         " model.module anew, and make the optimizer from its parameters."
+    )
+
+
+def thawed_message(name: str, rank: int, strategy: Any) -> str:
+    """A parameter that was frozen has a gradient, which this strategy does not take."""
+    fix = (
+        "wrap the model after thawing"
+        if strategy.capabilities.has_virtual_workers
+        else f"thaw, model.switch_strategy({str(strategy)!r}), then go on"
+    )
+    return (
+        f"strategy {str(strategy)!r} exchanges the parameters that needed gradients when the model was wrapped"
+        f" (expected no gradient of one that was frozen then, got one of {name!r} on rank {rank}). Fix: {fix}."
     )
 
 

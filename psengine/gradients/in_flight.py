@@ -28,6 +28,7 @@ class BucketsInFlight:
     Attributes:
         packings: by bucket, in the order they are reduced, what moves its gradients.
         averaging_weight: what this rank's gradients count.
+        share: what this rank contributes in this backward; None before its first gradient.
         is_packing: whether this backward packs its gradients; else they are final as they are.
         buckets_reduced: how many buckets the last backward exchanged.
         observe: gets the moments of this backward; see ``tracing/backwards.py``.
@@ -47,14 +48,14 @@ class BucketsInFlight:
         self._collective = collective
         self._finite_check = finite_check
         self._driver = Driver(strategy.exchange)
-        self._share: Share | None = None
+        self.share: Share | None = None
         self._warned_create_graph = False
 
     def begin(self, observe: Observe | None, *, has_data: bool = True) -> None:
         """A backward is expected, of this rank or, inside ``join``, of others."""
         self.observe = observe or _nobody
         self._driver.clear()
-        self._share = None
+        self.share = None
         self.buckets_reduced = 0
         self.averaging_weight.expect_backward(has_data=has_data)
         # With gradient_as_bucket_view too: views save the copy back, and without an exchange there is none.
@@ -66,12 +67,12 @@ class BucketsInFlight:
 
     def _begin_exchange(self) -> Share:
         """The first gradient of a backward is ready: the strategy says what this rank contributes of each."""
-        self._share = self._strategy.begin(self.averaging_weight.step())
-        return self._share
+        self.share = self._strategy.begin(self.averaging_weight.step())
+        return self.share
 
     def pack_one(self, packing: Packing, position: int) -> None:
         """Pack a large gradient, which is ready, and make progress with the buckets in flight."""
-        share = self._share or self._begin_exchange()
+        share = self.share or self._begin_exchange()
         self.observe("pack", packing.bucket, position)
         self._without_graph(packing.pack_one, position, share)
         self.observe("packed", packing.bucket, position)
@@ -95,7 +96,7 @@ class BucketsInFlight:
         self.observe("turn", bucket)
         if graph.finds_unused and graph.is_unused_everywhere(bucket.parameter_indices):
             return
-        share = self._share or self._begin_exchange()
+        share = self.share or self._begin_exchange()
         if not self.is_packing:
             return
         self.observe("pack", bucket)

@@ -16,13 +16,14 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NoReturn
 
 import torch
 
 from psengine.errors import NonFiniteGradientError, ReductionError
 from psengine.gradients import error_texts
+from psengine.gradients.frozen import FrozenParameters
 from psengine.gradients.graphs import EveryParameter, SearchedGraph, StaticGraph
 from psengine.gradients.hooks import AccumulationNodes, is_in_distributed_autograd, outside_transforms
 from psengine.gradients.in_flight import BucketsInFlight, FiniteCheck
@@ -32,6 +33,7 @@ from psengine.strategies.base import Strategy
 from psengine.strategies.life_cycle import Replica
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.bucket_plan import plan_buckets
+from psengine.tensors.share import NOTHING, WHOLE
 from psengine.tracing.backwards import Backwards
 
 logger = logging.getLogger(__name__)
@@ -53,12 +55,14 @@ class Reducer:
         batched_grad_copy: divide copies as native DDP does with it; see ``Bucket``.
         check_finite: raise at the end of backward where a gradient of some rank is not finite.
         converts_parameters: mixed precision's hooks convert parameters in every iteration, and replace gradients.
+        lay_out_again: see ``FrozenParameters``.
         on_error: gets the text of each error before it is raised.
 
     Attributes:
         watched: who watches the backwards.
         buckets: in the order they are reduced.
         in_flight: the buckets on their way.
+        frozen: parameters in no bucket.
         graph: which hooks will fire.
         completed_steps: backwards whose gradients were exchanged.
         ready_order: indices in the order in which parameters became ready in the last backward that was timed.
@@ -78,6 +82,7 @@ class Reducer:
         batched_grad_copy: bool,
         check_finite: bool,
         converts_parameters: bool,
+        lay_out_again: Callable[[Set[str]], None],
         on_error: Callable[[str], None],
     ) -> None:
         self.parameters = list(replica.parameters.values())
@@ -118,6 +123,9 @@ class Reducer:
             else None
         )
         self.in_flight = BucketsInFlight(strategy, collective, finite_check)
+        # Mixed precision replaces gradients in each step.
+        frozen = {} if converts_parameters else replica.frozen
+        self.frozen = FrozenParameters(frozen, strategy, collective, self._device, lay_out_again)
         self._ready_counter = ReadyCounter(len(self.parameters))
         strategy.serve(self)
         self._lay_out(initial_limits_bytes)
@@ -399,6 +407,7 @@ class Reducer:
                 raise
             self._settle()
             self.completed_steps += 1
+            self.frozen.look(self.in_flight.share or WHOLE)
 
     def _settle(self) -> None:
         if self.graph.finds_unused:
@@ -419,6 +428,7 @@ class Reducer:
         is_counted = self.graph.is_being_counted
         self.in_flight.shadow(self.graph)
         self._settle()
+        self.frozen.look(NOTHING)
         if not is_counted and self.awaits_order:
             # All ranks rebuild; rank 0's order overwrites this one.
             self.ready_order = self.ready_order or list(range(len(self.parameters)))

@@ -51,6 +51,7 @@ class Capabilities:
             elsewhere, which can leave a parameter alone.
         steps_alone: each replica's optimizer has a state of its own. False: they are equal, or there is one.
         pairs_by_position: parameters and buffers of other names at the same place are one, as under native DDP.
+        exchanges_thawed: parameters that are thawed after wrapping are taken up (``exchange_thawed``).
         counts_absent: inside ``join``, a rank without data counts in every average like any other.
         exchange_name: what a timeline calls the exchange of a bucket.
     """
@@ -64,6 +65,7 @@ class Capabilities:
     averages_gradients: bool = True
     steps_alone: bool = False
     pairs_by_position: bool = False
+    exchanges_thawed: bool = False
     counts_absent: bool = False
     exchange_name: str = "reduce"
 

@@ -200,6 +200,10 @@ class Exchange:
         yield from ()
         return None
 
+    def exchange_thawed(self, bucket: Bucket) -> BucketExchange:
+        """``exchange`` of a parameter that was thawed, after the backward, where ``Capabilities.exchanges_thawed``."""
+        raise NotImplementedError
+
     def give_back(self, bucket: Bucket, unused: Sequence[bool] | None = None) -> None:
         """What this backward sent of the bucket did not count, so a codec's residual is as before.
 

@@ -26,6 +26,7 @@ class Replica:
 
     Attributes:
         parameters: name to parameter, for every parameter whose gradient is exchanged, in model order.
+        frozen: name to parameter, for the others that may get a gradient later.
         buffers: returns name to buffer (such as running statistics), in model order, of those to keep equal; asked anew
             each time, because a module may assign new ones. Empty where the user keeps buffers apart.
         state: name to tensor of everything that has to be equal at the start: all parameters, frozen ones too, and the
@@ -44,6 +45,7 @@ class Replica:
     state: Mapping[str, torch.Tensor]
     collective: Collective
     device: torch.device
+    frozen: Mapping[str, torch.nn.Parameter] = field(default_factory=dict)
     sparse: Sequence[str] = ()
     is_known_equal: bool = False
     options: Mapping[str, str] = field(default_factory=dict)

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -214,6 +214,9 @@ class SyncShardedOptimizer(SyncAllReduce):
     Args:
         compress: as for ``SyncAllReduce``.
     """
+
+    # Its flat memory has the parameters that it was bound with.
+    capabilities = replace(SyncAllReduce.capabilities, exchanges_thawed=False)
 
     def __init__(self, *, compress: str | Codec | None = None) -> None:
         super().__init__(compress=compress)

@@ -9,6 +9,7 @@ import torch
 from typing_extensions import override
 
 from psengine.codecs.base import Codec
+from psengine.codecs.identity import IDENTITY
 from psengine.codecs.registry import codec_for, resolve_codec
 from psengine.collectives.base import CompletedWork, DeferredWork, Work
 from psengine.errors import CommunicationHookError, ConfigurationError, ReductionError
@@ -32,7 +33,7 @@ class SyncAllReduce(Strategy):
     """
 
     name = "sync"
-    capabilities = Capabilities(pairs_by_position=True)
+    capabilities = Capabilities(pairs_by_position=True, exchanges_thawed=True)
 
     def __init__(self, *, compress: str | Codec | None = None) -> None:
         self._codec = resolve_codec(compress)
@@ -108,6 +109,12 @@ class SyncAllReduce(Strategy):
         if self._hook is not None:
             return self._through_hook(bucket, self._hook)
         return self._sums[bucket.index].exchange(self._scale)
+
+    @override
+    def exchange_thawed(self, bucket: Bucket) -> BucketExchange:
+        if self._hook is not None:
+            return self._through_hook(bucket, self._hook)
+        return make_sum(bucket, self.collective, IDENTITY).exchange(self._scale)
 
     def _through_hook(self, bucket: Bucket, hook: CommHook) -> BucketExchange:
         future, what = hook(bucket), f"communication hook for {bucket.describe()}"

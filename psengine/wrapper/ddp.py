@@ -112,6 +112,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     """
 
     _load_hook: torch.utils.hooks.RemovableHandle | None = None
+    _idle: Set[str] = frozenset()  # names of thawed parameters that no rank has used
 
     def __init__(
         self,
@@ -265,6 +266,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
                 batched_grad_copy=self.batched_grad_copy,
                 check_finite=self.check_finite,
                 converts_parameters=self.mixed_precision is not None,
+                lay_out_again=functools.partial(_lay_out_again, weakref.ref(self)),
                 on_error=self.logger.set_error_and_log,
             )
             self.strategy.join()
@@ -284,9 +286,11 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._finalizer = weakref.finalize(self, _release, self.reducer, self.strategy)
         self._finalizer.atexit = False
 
-    def _restart(self, *, init_sync: bool) -> None:
-        """Go on with another reducer, for another strategy or other ranks. Gradients and optimizers stay."""
-        former = self.reducer
+    def _restart(self, *, init_sync: bool, idle: Set[str] = frozenset()) -> None:
+        """Go on with another reducer, for another strategy, other ranks, or more parameters, but not those of the names
+        ``idle``. Gradients and optimizers stay.
+        """
+        former, self._idle = self.reducer, idle
         self._finalizer.detach()
         former._remove_autograd_hooks()
         self._has_rebuilt_buckets = False
@@ -299,12 +303,14 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             self.strategy.bind(optimizer)
 
     def _describe_to_strategy(self, *, with_buffers: bool, is_known_equal: bool) -> Replica:
-        parameters = reducible_parameters(self.module, self.parameters_to_ignore)
+        parameters = reducible_parameters(self.module, self.parameters_to_ignore | self._idle)
         # The buffers as they are when the strategy asks; without a reference to this wrapper.
         buffers = functools.partial(named_buffers, self.module, set(self.parameters_to_ignore))
         state = shared_state(self.module, self.parameters_to_ignore, with_buffers=with_buffers)
+        others = {name: find_parameter(self.module, name) for name in state if name not in parameters}
         return Replica(
             parameters=parameters,
+            frozen={name: parameter for name, parameter in others.items() if parameter is not None},
             buffers=buffers if self.forward_sync_buffers else dict,
             state=state,
             other_names=other_names(self.module, state),
@@ -526,10 +532,14 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             check_whole_state(optimizer)
         self.process_group = new_process_group
         self._collective = collective_for(new_process_group, self._collective_choice, self.device)
+        self._go_on()
+
+    def _go_on(self, idle: Set[str] = frozenset()) -> None:
+        """``_restart`` under the same strategy, which keeps its state."""
         kept = self.strategy.state_dict()
         self.strategy.close()
-        self._restart(init_sync=False)
-        self.strategy.load_state_dict(kept)
+        self._restart(init_sync=False, idle=idle)
+        self.strategy.load_state_dict(self.strategy.state_dict() | kept)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Facts and times of this replica under native DDP's names."""
@@ -654,6 +664,12 @@ def _exchanges(reference: weakref.ref[DistributedDataParallel]) -> int:
     """How many backwards of a model have exchanged gradients."""
     model = reference()
     return 0 if model is None else model.reducer.completed_steps
+
+
+def _lay_out_again(reference: weakref.ref[DistributedDataParallel], idle: Set[str]) -> None:
+    """Parameters of a model were thawed, but not those of the names ``idle``."""
+    if (model := reference()) is not None:
+        model._go_on(idle)
 
 
 def _release(reducer: Reducer, strategy: Strategy) -> None:

@@ -12,7 +12,7 @@ from support.server_training import at_servers
 from torch import nn
 
 import psengine
-from psengine.errors import ConfigurationError, PSEngineError, ReductionError
+from psengine.errors import ConfigurationError, PSEngineError, ReductionError, ReplicaMismatchError
 
 
 def make_model() -> nn.Module:
@@ -78,6 +78,36 @@ def test_a_training_goes_through_the_strategies(rank, world_size):
         step_once(one, optimizer_of_one, rank, step)
     assert all(map(torch.equal, values(model), values(twin)))
     model.leave()
+
+
+@at_servers(2)
+def test_thawed_layers_are_taken_up_by_sync_and_by_a_switch(rank, world_size):
+    for number, name in enumerate(("sync", "sync:compress=topk", *ROUTE[:6])):
+        os.environ["PSENGINE_JOB"] = f"thawed-{number}"
+        network = make_model()
+        network[0].requires_grad_(False)
+        model = psengine.DistributedDataParallel(network, strategy=name)
+        optimizer = psengine.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model)
+        step_once(model, optimizer, rank, 0)
+        network[0].requires_grad_(True)
+        before = network[0].weight.detach().clone()
+        if not model.strategy.capabilities.exchanges_thawed:
+            with raises(ReductionError, "'0.weight'", f"Fix: thaw, model.switch_strategy('{model.strategy}')"):
+                step_once(model, optimizer, rank, 1)
+            model.switch_strategy(name)
+        for step in range(4):
+            step_once(model, optimizer, rank, step)
+        model.strategy.conclude()  # under async too all have what the servers have
+        assert not torch.equal(before, network[0].weight), name
+        assert all(torch.equal(*model._collective.gather(one.detach())) for one in model.parameters()), name
+        model.leave()
+
+    network = make_model().requires_grad_(False)
+    network[3].requires_grad_(True)
+    model = psengine.DistributedDataParallel(network, strategy="sync")
+    network[rank].requires_grad_(True)
+    with raises(ReplicaMismatchError, "thaw the same parameters", "'0.weight'", "'1.weight'"):
+        model(torch.ones(5, 6)).square().mean().backward()
 
 
 @in_ranks(2)
