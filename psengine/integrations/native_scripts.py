@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from psengine.environment.variables import read_variable
-from psengine.errors import ConfigurationError
+from psengine.environment.variables import read_variable, set_variables
 from psengine.integrations.binding import WrappedModels
 from psengine.strategies.stepping import Stepping
 from psengine.wrapper import ddp
@@ -53,7 +52,7 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
 def install() -> None:
     """Have every name of torch for DistributedDataParallel mean ours, and note each optimizer that is made."""
     for module in list(sys.modules.values()):
-        if vars(module).get("DistributedDataParallel") is ddp.NativeDistributedDataParallel:
+        if getattr(module, "__dict__", {}).get("DistributedDataParallel") is ddp.NativeDistributedDataParallel:
             module.DistributedDataParallel = DistributedDataParallel  # type: ignore[attr-defined]
     construct = torch.optim.Optimizer.__init__
 
@@ -65,28 +64,27 @@ def install() -> None:
         _has_new = True
 
     torch.optim.Optimizer.__init__ = construct_and_note  # type: ignore[method-assign]
+    spawning: Any = sys.modules["torch.multiprocessing.spawn"]
+    start = spawning.start_processes
+
+    @functools.wraps(start)
+    def start_ranks(*arguments: Any, **options: Any) -> Any:
+        # Ranks that a script starts itself meet at a store of their own, not at that of torchrun's agent.
+        set_variables({"TORCHELASTIC_USE_AGENT_STORE": None})
+        return start(*arguments, **options)
+
+    spawning.start_processes = torch.multiprocessing.start_processes = start_ranks
     atexit.register(_say_if_unused)
 
 
 def _distribute() -> None:
-    """Let the strategies of wrapped models step the optimizers over their parameters.
-
-    Raises:
-        ConfigurationError: one of them cannot step it.
-    """
+    """Let the strategies of wrapped models step the optimizers over their parameters."""
     global _has_new
     _has_new = False
     for reference in _plain[:]:
         optimizer = reference()
-        try:
-            if optimizer is None or "_psengine_strategy" in vars(_wrapped.bind(optimizer)):
-                _plain.remove(reference)
-        except ConfigurationError as error:
-            raise ConfigurationError(
-                f"--replace-ddp cannot let the strategy step the script's {type(optimizer).__name__}: {error} Or change"
-                " the script, and leave out --replace-ddp: model = psengine.DistributedDataParallel(network) and"
-                " optimizer = psengine.DistributedOptimizer(optimizer, model)."
-            ) from error
+        if optimizer is None or "_psengine_strategy" in vars(_wrapped.bind(optimizer)):
+            _plain.remove(reference)
 
 
 def _say_if_unused() -> None:
