@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Set
 
 import torch
 
-from psengine.collectives.base import Collective
+from psengine.collectives.base import Collective, Work
 from psengine.errors import ReductionError, ReplicaMismatchError
 from psengine.gradients.error_texts import thawed_message
 from psengine.strategies.base import Strategy
@@ -47,10 +47,33 @@ class FrozenParameters:
         self._collective = collective
         self._device = device
         self._lay_out_again = lay_out_again
+        # How many of them have a gradient, over all ranks, and its sum on the way.
+        self._count = torch.zeros(1, dtype=torch.int64)
+        self._work: Work | None = None
 
     def thawed(self) -> list[str]:
         """The names of those that have a gradient now, which no bucket exchanges."""
         return [name for name, p in self._parameters.items() if p.requires_grad and p.grad is not None]
+
+    def ask(self) -> None:
+        """All gradients of a backward are there, on every rank: begin to count thawed parameters, while buckets travel.
+
+        On a GPU the host would wait for the answer in each step. There only ranks that have some meet, and the stall
+        inspector finds those that differ.
+        """
+        is_asked = self._parameters and self._collective.world_size > 1 and self._device.type == "cpu"
+        self._work = None
+        if is_asked and self._strategy.capabilities.exchanges_thawed:
+            self._count.fill_(len(self.thawed()))
+            self._work = self._collective.all_reduce(self._count, what="number of thawed parameters")
+
+    def count(self) -> int:
+        """What ``ask`` asked; waits for it."""
+        if self._work is None:
+            return len(self.thawed()) if self._parameters else 0
+        work, self._work = self._work, None
+        work.wait()
+        return int(self._count)
 
     def look(self, share: Share) -> None:
         """After a backward, on every rank: average the gradients of thawed parameters, from now on in buckets.
@@ -62,20 +85,12 @@ class FrozenParameters:
             ReductionError: the strategy does not take them.
             ReplicaMismatchError: the ranks have thawed different ones.
         """
-        found = len(self.thawed()) if self._parameters else 0
+        found = self.count()
         if not self._strategy.capabilities.exchanges_thawed:
             if found:
                 raise ReductionError(thawed_message(self.thawed()[0], self._collective.rank, self._strategy))
             return
-        if not self._parameters or self._collective.world_size == 1:
-            return
-        # On a GPU everybody's answer would take the host's wait in each step. There only those who have some meet, and
-        # ranks that differ are found by the stall inspector.
-        if self._device.type == "cpu":
-            counts = torch.tensor([found])
-            self._collective.sum(counts, what="number of thawed parameters")
-            found = int(counts)
-        if found:
+        if found and self._collective.world_size > 1:
             self._exchange(share)
 
     @torch.no_grad()

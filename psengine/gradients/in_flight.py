@@ -11,6 +11,7 @@ import torch
 from psengine.collectives.base import Collective
 from psengine.errors import NonFiniteGradientError, ReductionError
 from psengine.gradients.error_texts import CREATE_GRAPH_MESSAGE
+from psengine.gradients.frozen import FrozenParameters
 from psengine.gradients.graphs import EveryParameter
 from psengine.gradients.packing import Packing
 from psengine.strategies.base import Strategy
@@ -36,7 +37,13 @@ class BucketsInFlight:
         futures: exchanges of buffer communication hooks, which end before backward returns.
     """
 
-    def __init__(self, strategy: Strategy, collective: Collective, finite_check: FiniteCheck | None) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        collective: Collective,
+        frozen: FrozenParameters,
+        finite_check: FiniteCheck | None,
+    ) -> None:
         self.packings: Sequence[Packing] = ()
         self.averaging_weight = AveragingWeight(strategy, collective)
         self.is_packing = True
@@ -46,6 +53,7 @@ class BucketsInFlight:
         self.futures: list[torch.futures.Future[Any]] = []
         self._strategy = strategy
         self._collective = collective
+        self._frozen = frozen
         self._finite_check = finite_check
         self._driver = Driver(strategy.exchange)
         self.share: Share | None = None
@@ -124,10 +132,12 @@ class BucketsInFlight:
             CollectiveError: an exchange failed.
         """
         self.observe("landing")
+        self._frozen.ask()
         if self._finite_check is not None:
             try:
                 self._finite_check.agree(self.packings[0].bucket.device)
             except NonFiniteGradientError:
+                self._frozen.count()
                 for packing in self.packings:
                     self._driver.result(packing.bucket)  # the ranks stay in step, so that a caller may catch the error
                     self._strategy.give_back(packing.bucket)
@@ -173,6 +183,7 @@ class BucketsInFlight:
                     packing.fill_with_zeros()
                     self._driver.begin(packing.bucket)
             graph.agree_at_end(has_data=False)
+            self._frozen.ask()
             if self._finite_check is not None:
                 self._finite_check.agree(self.packings[0].bucket.device)
             remainder = self._strategy.finish()

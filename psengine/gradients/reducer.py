@@ -122,10 +122,10 @@ class Reducer:
             if check_finite
             else None
         )
-        self.in_flight = BucketsInFlight(strategy, collective, finite_check)
         # Mixed precision replaces gradients in each step.
         frozen = {} if converts_parameters else replica.frozen
         self.frozen = FrozenParameters(frozen, strategy, collective, self._device, lay_out_again)
+        self.in_flight = BucketsInFlight(strategy, collective, self.frozen, finite_check)
         self._ready_counter = ReadyCounter(len(self.parameters))
         strategy.serve(self)
         self._lay_out(initial_limits_bytes)

@@ -228,7 +228,7 @@ def merge(findings: Sequence[Findings], target: str, settings: Settings) -> Comp
     seen = [entries[0]["step"] for entries in steps if not any(entry.get("is_blind", False) for entry in entries)]
     blind_from = max(seen, default=-1) + 1
     verdict = DIFFERENT if beyond else WITHIN if firsts else EQUAL
-    notes = []
+    notes = [f"by design: {text} (docs/ddp.md)" for text in findings[0].departures if verdict == DIFFERENT]
     if steps and blind_from <= steps[-1][0]["step"]:
         verdict = NOT_FINITE if blind_from == 0 and not beyond else verdict
         notes.append(
@@ -423,10 +423,12 @@ class Findings:
         history: for the start (step -1) and each step: by kind the largest absolute difference, both losses, and
             ``is_blind`` where neither training is finite.
         counts: how many tensors of each kind were compared after each step.
+        departures: where psengine differs from native DDP on purpose.
     """
 
     first: Difference | None = None
     first_beyond: Difference | None = None
+    departures: list[str] = field(default_factory=list)
     history: list[dict[str, Any]] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -481,6 +483,8 @@ def train_side_by_side(
             place.note(f"step {step} of {name} under {which!r}")
             training.step(step)
         _compare(findings, step, candidate, reference, place.rank, tolerance)
+    if NATIVE in (which for which, _ in strategies):
+        findings.departures = candidate.departures() + reference.departures()
     place.note(f"the end of {name}")
     # After an error the process ends without this.
     for training in trainings:
@@ -534,6 +538,7 @@ class Training:
         self._place, self._seed = place, seed
         target.model.to(place.device)
         self._strategy: Strategy | None = None
+        self._frozen = [parameter for parameter in target.model.parameters() if not parameter.requires_grad]
         if specification == NATIVE:
             self._wrapped: Any = NativeDistributedDataParallel(target.model, **target.ddp_options)
         else:
@@ -549,6 +554,15 @@ class Training:
             self._optimizer = DistributedOptimizer(self._optimizer, self._wrapped)
         self._was_called = False
         self._wrapped.register_forward_pre_hook(self._note_call)
+
+    def departures(self) -> list[str]:
+        """What of this training differs from native DDP's on purpose."""
+        found = []
+        if self._strategy is not None and isinstance(self._optimizer, torch.optim.LBFGS):
+            found.append("LBFGS searches along the mean loss of all ranks, under native DDP along each rank's own")
+        if self._strategy is not None and any(parameter.requires_grad for parameter in self._frozen):
+            found.append("layers that are thawed after wrapping are exchanged, under native DDP each rank's own")
+        return found
 
     def _note_call(self, _wrapped: torch.nn.Module, _inputs: Any) -> None:
         # A forward without a graph exchanges nothing.

@@ -120,6 +120,18 @@ def awkward():
     return made(model=Awkward(), optimizer=optimizer, options={"find_unused_parameters": True})
 
 
+def thawed():
+    model, batch_fn, loss_fn, optimizer_fn = made()[:4]
+    first = next(model.children())
+    first.requires_grad_(False)
+
+    def thawing_loss(model, batch):
+        first.requires_grad_(True)
+        return loss_fn(model, batch)
+
+    return model, batch_fn, thawing_loss, optimizer_fn
+
+
 def lbfgs():
     return made(optimizer=functools.partial(torch.optim.LBFGS, lr=0.1, max_iter=2))
 

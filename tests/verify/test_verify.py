@@ -145,7 +145,7 @@ def found_on_rank(rank, world_size, trials):
 @pytest.fixture(scope="module")
 def two_ranks():
     """Everything that two ranks are started for, by name."""
-    names = ("plain", "awkward", "lbfgs", "wrong_gradient", "wrong_buffer", "one_model")
+    names = ("plain", "awkward", "lbfgs", "thawed", "wrong_gradient", "wrong_buffer", "one_model")
     names += ("net_from_outside", "called_without_graph", "detached_loss", "no_optimizer", "wrapped_already")
     names += ("never_finite", "finite_for_two_steps")
     trials = {name: (name, "sync") for name in names}
@@ -157,7 +157,7 @@ def two_ranks():
     }
 
 
-@pytest.mark.parametrize("name", ["plain", "awkward", "lbfgs"])
+@pytest.mark.parametrize("name", ["plain", "awkward"])
 def test_what_trains_alike_is_bitwise_equal(two_ranks, name):
     found = two_ranks[name]
     assert (found.verdict, found.first, found.notes) == ("bitwise equal", None, ())
@@ -167,6 +167,15 @@ def test_what_trains_alike_is_bitwise_equal(two_ranks, name):
     losses = [entry["reference_loss"] for entry in found.history[1:]]
     assert len(set(losses)) == 5
     assert losses == [entry["candidate_loss"] for entry in found.history[1:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "note"), [("lbfgs", "loss", "LBFGS searches"), ("thawed", "gradient", "layers that are thawed")]
+)
+def test_a_difference_by_design_is_called_so(two_ranks, name, kind, note):
+    found = two_ranks[name]
+    assert (found.first.step, found.first.kind) == (0, kind)
+    assert found.notes[0].startswith(f"by design: {note}")
 
 
 def test_a_planted_gradient_is_found(two_ranks):
