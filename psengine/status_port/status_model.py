@@ -208,6 +208,10 @@ class Transport:
     received_bytes: int = _counter("Bytes received, in frames.")
     sent_bytes: int = _counter("Bytes sent, in frames.")
     closed: int = _counter("Connections that were closed: their peer did not read.")
+    connections: int = _gauge("Open.", default=0)
+    turned_away: int = _counter("Connections that were one too many, of one process or address or of all.")
+    dropped: int = _counter("Connections whose other end was gone before their messages were read.")
+    dropped_messages: int = _counter("Messages over connections that were gone, dropped unread.")
     bad_messages: int = _counter("Messages that broke the protocol.")
     failures: int = _counter("Messages on which the server itself failed.")
 
@@ -303,6 +307,8 @@ class ServerFacts:
     healthy: bool = _gauge("Whether every shard answers.", default=True)
     addresses: tuple[str, ...] = ()
     refused_connections: int = _counter("Wrong or no key.")
+    connection_limit: int = _gauge("Most connections: the limit of open files leaves them.", default=0)
+    keep_ended_jobs: str = "all"
     durability: str = ""
     snapshot: SnapshotStatus | None = None
     logs: tuple[LogStatus, ...] = ()

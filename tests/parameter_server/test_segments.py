@@ -21,6 +21,7 @@ from support.waiting import eventually
 from support.worker_sessions import crew, entered
 
 from psengine.errors import EnvironmentVariableError, ServerError, ServerLostError
+from psengine.parameter_server.client.client import connect
 from psengine.parameter_server.client.partition import cut
 from psengine.parameter_server.client.segments import WorkerSegments
 from psengine.parameter_server.client.worker_session import Push, WorkerSession, wait_all
@@ -262,3 +263,29 @@ def test_tensors_outlive_it():
     assert torch.equal(read, torch.arange(100.0))
     del theirs
     assert torch.equal(read, torch.arange(100.0))
+
+
+def test_a_job_without_workers_holds_no_descriptors_and_the_oldest_are_forgotten():
+    with running_server(lease_s=1.0, keep_ended_jobs="2") as server:
+        for number in range(4):
+            job, landed = f"job {number}", []
+            with crew(server.addresses[0], 1, SPECS[:1], job=job, rule=APPLY) as (session,):
+                runs = [[0, SPECS[0].numel, 0]]
+                session.configure(0, {"optimizer": "SGD", "groups": [SGD], "runs": runs}).wait()
+                for step in range(3):
+                    landed.append(torch.zeros(SPECS[0].numel))
+                    payload = session.segments.allocate(SPECS[0].numel, torch.float32).fill_(step + 1)
+                    session.push(0, payload, landed[-1:]).wait()
+                assert sharing(session) == 1
+                assert lent_descriptors(server.pid)
+            eventually(lambda: not lent_descriptors(server.pid))
+            with connect(server.addresses[0], job=job, role="reader") as reader:
+                (values,) = reader.pull().values()
+            assert torch.equal(values[: SPECS[0].numel], landed[-1])
+        eventually(lambda: sorted(server.status()["jobs"]) == ["job 2", "job 3"])
+        assert server.status()["keep_ended_jobs"] == "2"
+
+
+def lent_descriptors(pid: int) -> int:
+    names = (os.readlink(one) for one in Path(f"/proc/{pid}/fd").iterdir() if one.is_symlink())
+    return sum("psengine-server" in name for name in names)

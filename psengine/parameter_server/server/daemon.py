@@ -4,7 +4,8 @@
     shard threads    one each: socket ► shard (the first: or coordinators) ► socket      ├─ nothing shared but queues
     snapshot thread  asks the shards for copies, writes a generation                     │
     replication      of a server that follows, or is followed; asks the elector          │
-    authenticator    decides who may connect             status port HTTP for people ─────┘
+    authenticator    decides who may connect             status port HTTP for people ─────┤
+    doorkeeper       bounds the connections ──────────────────────────────────────────────┘
 
 The first SIGTERM or SIGINT ends it in order: it refuses newcomers, answers queued messages, and writes a snapshot. One
 that comes within 2 s is the same stop. A later one ends it at once: what came after the last snapshot is lost, and no
@@ -60,6 +61,7 @@ from psengine.parameter_server.server.settings import ServerSettings
 from psengine.parameter_server.server.shard.shard import Shard
 from psengine.parameter_server.server.transport.authentication import Authenticator
 from psengine.parameter_server.server.transport.endpoint import LINGER_MS, UNREAD_BYTES, BindError, Endpoint
+from psengine.parameter_server.server.transport.peers import MAX_DESCRIPTORS, Doorkeeper
 from psengine.parameter_server.server.transport.shard_thread import LAST_MESSAGES_S, ShardEndedError, ShardThread
 from psengine.protocol.bounds import KEY_BYTES
 from psengine.protocol.layout import job_number
@@ -84,7 +86,6 @@ ORDERED_SNAPSHOT_S = 6.0
 # What may be resident beyond what shards know of: copies for a snapshot, scratch space, messages that are not complete.
 UNACCOUNTED_BYTES = 1 << 30
 LOOK_S = 1.0  # how often the service manager is told that all is well, and memory is looked at
-_MAX_DESCRIPTORS = 1 << 20
 ANSWER_DEADLINE_S = 3.0
 # A shard that does not tick for so long is unhealthy; copying a large model for a snapshot takes a second.
 HEALTHY_S = 10.0
@@ -94,11 +95,11 @@ _Result = TypeVar("_Result")
 MAX_EVENTS = 200
 # A refused gradient comes with hundreds of chunks a second, and a disk stays full for days: the last one stays, with
 # how many were like it.
-_MERGED = frozenset({"refused", "memory", "stood_still", "snapshot", "snapshot_failed", "waits"})
+_MERGED = frozenset({"refused", "memory", "connections", "stood_still", "snapshot", "snapshot_failed", "waits"})
 _LOGGED = {
-    **dict.fromkeys(("snapshot", "leads", "follower"), logging.INFO),
+    **dict.fromkeys(("snapshot", "leads", "follower", "forgotten"), logging.INFO),
     **dict.fromkeys(("evicted", "fenced", "lost", "stood_still", "log_room", "draining"), logging.WARNING),
-    **dict.fromkeys(("follower_lost", "anew", "waits"), logging.WARNING),
+    **dict.fromkeys(("follower_lost", "anew", "waits", "connections"), logging.WARNING),
     **dict.fromkeys(("snapshot_failed", "log_low", "memory"), logging.ERROR),
     **dict.fromkeys(("log_full", "log_failed"), logging.CRITICAL),
 }
@@ -138,10 +139,11 @@ class Server:
     def _begin_life(self) -> None:
         # Microseconds since 1970, and then chance: what keeps nothing has no other order of its lives.
         self.epoch = (time.time_ns() // 1000) << 10 | secrets.randbits(10)
-        self._shards = ShardGroup(self.settings)
+        self._shards = ShardGroup(self.settings, self._events.note)
         self._durability: Durability | None = None
         self._replication: Replication | None = None
         self._is_draining = False
+        self._ended_s: dict[str, float] = {}  # by name, since when a job is seen without workers
         self._is_over = ""  # why this life ends, and another begins
         self._order_threads = ThreadPoolExecutor(MAX_ORDERS_AT_ONCE, thread_name_prefix="psengine-admin")
 
@@ -185,7 +187,7 @@ class Server:
         torch.set_num_threads(1)
         keep_freed_memory()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MAX_DESCRIPTORS)), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MAX_DESCRIPTORS)), hard))
         _import_plugins(settings.plugins or ())
         stack.enter_context(self._shards)
         shards = self._make_shards()
@@ -384,6 +386,9 @@ class Server:
                 if self._shards.is_healthy():
                     notify_manager("WATCHDOG=1")
                 self._guard_memory(resident_bytes() - at_start_bytes - UNACCOUNTED_BYTES)
+                if self.settings.keep_ended_jobs is not None:
+                    with suppress(FutureTimeoutError, ShardEndedError, ProtocolError):
+                        self._forget_ended(self.settings.keep_ended_jobs, now_s)
 
     def _guard_memory(self, unexplained_bytes: int) -> None:
         """Close connections whose messages fill the memory and do not end: credits do not bound those.
@@ -404,6 +409,24 @@ class Server:
                 text = f"messages that do not end filled the memory: {closed} connections were closed; they come back"
                 self._events.note("memory", text)
 
+    def _forget_ended(self, kept: str, now_s: float) -> None:
+        """Forget the jobs that have been without workers for too long, or the oldest of too many."""
+        if self._replication is not None and not self._replication.pair.is_leading:
+            return
+        here = [item for jobs in self._shards.ask(lambda thread: thread.jobs_in_use()) for item in jobs.items()]
+        used = {name for name, is_used in here if is_used}
+        # In the order of their ends.
+        ended = {name: since_s for name, since_s in self._ended_s.items() if name in dict(here) and name not in used}
+        self._ended_s = ended | {name: now_s for name, _ in here if name not in used and name not in ended}
+        names, number = list(self._ended_s), int(kept.rstrip("d"))
+        if kept.endswith("d"):
+            over = [name for name in names if now_s - self._ended_s[name] > number * 86400]
+        else:
+            over = names[: max(0, len(names) - number)]
+        for name in over:
+            self._forget(name)
+            self._events.note("forgotten", f"it had no workers any more (--keep-ended-jobs {kept})", job=name)
+
     def facts(self) -> ServerFacts:
         """The process as it is now. Callable from any thread."""
         return ServerFacts(
@@ -416,6 +439,8 @@ class Server:
             healthy=self._shards.is_healthy(),
             addresses=tuple(self.addresses),
             refused_connections=0 if self._shards.authenticator is None else self._shards.authenticator.refused,
+            connection_limit=self._shards.doorkeeper.limit,
+            keep_ended_jobs=self.settings.keep_ended_jobs or "all",
             durability=self.settings.tier,
             snapshot=None if self._durability is None else self._durability.snapshot_status(),
             logs=() if self._durability is None else self._durability.log_status(),
@@ -586,21 +611,23 @@ class ShardGroup:
 
     Args:
         settings: see ``ServerSettings``.
+        note: see ``EventLog.note``.
 
     Attributes:
         authenticator: decides who may connect; None where anybody may.
+        doorkeeper: bounds the connections.
         endpoints: in the order of shards; [] before ``open``. A shard's thread closes its own.
         threads: likewise; [] before ``start``.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: ServerSettings, note: Callable[..., None]) -> None:
+        self._settings, self._note = settings, note
         self.authenticator: Authenticator | None = None
         self.endpoints: list[Endpoint] = []
         self.threads: list[ShardThread] = []
 
     def __enter__(self) -> ShardGroup:
-        settings = self._settings
+        settings, self.doorkeeper = self._settings, Doorkeeper(self._note)
         # A thread serves one TCP stream at full speed, a third of one with CURVE. Two were no faster on two cores.
         self._context: zmq.Context[Any] = zmq.Context(max(1, min(settings.shards, (os.cpu_count() or 1) // 2)))
         if settings.insecure:
@@ -618,6 +645,7 @@ class ShardGroup:
         if not self.threads:
             for endpoint in self.endpoints:
                 endpoint.close(0)
+        self.doorkeeper.end()
         if self.authenticator is not None:
             self.authenticator.end()
         if any(thread.is_alive() for thread in self.threads):
@@ -634,14 +662,22 @@ class ShardGroup:
             ConfigurationError, BindError: an address cannot be bound.
         """
         for address in addresses:
-            endpoint = Endpoint(self._context, address, self.authenticator, lease_s=self._settings.lease_s)
+            endpoint = Endpoint(
+                self._context,
+                address,
+                self.authenticator,
+                lease_s=self._settings.lease_s,
+                backlog=max(1, min(1024, self.doorkeeper.limit // 8)),
+            )
             self.endpoints.append(endpoint)
+            self.doorkeeper.watch(endpoint.peers)
             # This user's clients on this host look here first; others use TCP, also where /tmp is read-only.
             may_fail = () if is_loopback(endpoint.address) else (ConfigurationError, BindError)
             with suppress(*may_fail):
                 if endpoint.address.startswith("tcp://"):
                     remove_stale_sockets()
                     endpoint.open_local(socket_beside(endpoint.address, make=True))
+        self.doorkeeper.start()
         if self.authenticator is not None:
             # After all binds: a client that TCP refuses looks for the Unix socket once more, and then gives up.
             self.authenticator.start()
@@ -686,7 +722,7 @@ class ShardGroup:
     def are_alive(self) -> bool:
         """Whether every thread lives, also the authenticator's."""
         guard_lives = self.authenticator is None or self.authenticator.is_alive()
-        return guard_lives and all(thread.is_alive() for thread in self.threads)
+        return guard_lives and self.doorkeeper.is_alive() and all(thread.is_alive() for thread in self.threads)
 
     def is_healthy(self) -> bool:
         """Whether every thread lives and ticks."""
@@ -724,6 +760,7 @@ class ShardGroup:
         for thread in self.threads:
             if thread.is_alive():  # where the start fails none has begun
                 thread.join(timeout=2.0)
+        self.doorkeeper.end()  # until then zmq waits for it with each connection
 
 
 class EventLog:

@@ -55,6 +55,12 @@ def _modules(value: Any) -> tuple[str, ...]:
     return names
 
 
+def _kept(text: str) -> str:
+    if not re.fullmatch(r"\d{1,6}d?", text):
+        raise ValueError("expected a number of jobs, such as 30, or of days, such as 30d")
+    return text
+
+
 def _expanded(path: Path) -> Path:
     if path == Path():
         raise ValueError("expected a path")
@@ -123,6 +129,9 @@ class ServerSettings(BaseModel):
     max_memory_bytes: ByteSize | None = Field(None, gt=0)
     """Most memory for values, optimizer state and held gradients, such as 8GiB; shards share it evenly. Default: four
     fifths of the machine's."""
+    keep_ended_jobs: Annotated[str, AfterValidator(_kept)] | None = None
+    """Jobs without workers to keep: how many, such as 30, or for how many days since their last worker or the server's
+    start, such as 30d. The others are forgotten, with their values. Default: all are kept."""
     plugins: Annotated[tuple[str, ...], BeforeValidator(_modules)] | None = None
     """Modules to import at the start, with commas: those that register codecs of your own."""
     log_format: Literal["text", "json"] = "text"

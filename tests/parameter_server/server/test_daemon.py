@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import time
@@ -307,3 +308,22 @@ def test_the_list_and_the_lines_are_bounded(caplog):
     assert log.events()[-1].worker == MAX_EVENTS + 49
     assert len(caplog.records) == MAX_LINES
     assert caplog.records[0].getMessage() == "job 'a': silent"
+
+
+def leave_few_descriptors():
+    most = len(os.listdir("/proc/self/fd")) + 150
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def test_more_clients_than_descriptors_are_turned_away_and_the_server_goes_on():
+    """libzmq aborts where a connection over a Unix socket finds no descriptor."""
+    with running_server(sabotage=leave_few_descriptors) as server, contextlib.ExitStack() as clients:
+        for _ in range(60):
+            clients.enter_context(Peer(server.addresses[0]))
+        eventually(lambda: server.status()["shards"][0]["transport"]["turned_away"])
+        assert server.status()["connection_limit"] < 150
+        eventually(lambda: "connections are turned away: process" in server.log())
+        clients.close()
+        eventually(lambda: server.status()["shards"][0]["transport"]["connections"] == 0)
+        with Peer(server.addresses[0]) as peer:
+            assert peer.hello().type.name == "WELCOME"

@@ -11,6 +11,7 @@ import zmq
 from support.waiting import eventually
 
 from psengine.parameter_server.server.transport.endpoint import UNREAD_BYTES, Endpoint, Received
+from psengine.parameter_server.server.transport.peers import GONE_KEPT, Doorkeeper
 
 PART_BYTES = 10 << 20
 
@@ -85,3 +86,23 @@ def test_no_descriptor_is_kept(context, tmp_path):
     for number in range(50):  # more than the context's threads have
         Endpoint(context, f"ipc://{tmp_path}/{number}").close(0)
     eventually(lambda: len(os.listdir("/proc/self/fd")) < before + 50)
+
+
+def test_connections_that_are_gone_go_with_what_they_sent(endpoint, context):
+    """Clients that come, send and go faster than anybody reads left descriptors behind until libzmq aborted."""
+    said: list[str] = []
+    doorkeeper = Doorkeeper(lambda kind, text: said.append(text))
+    doorkeeper.watch(endpoint.peers)
+    doorkeeper.start()
+    try:
+        for _ in range(2 * GONE_KEPT):
+            with context.socket(zmq.DEALER) as flood:
+                flood.setsockopt(zmq.LINGER, 60_000)
+                flood.connect(endpoint.address)
+                for _ in range(500):  # more than zmq takes from a connection that nobody reads, less than the kernel
+                    flood.send(bytes(100))
+        eventually(lambda: endpoint.peers.dropped > GONE_KEPT and said)
+        eventually(lambda: endpoint.receive() is None and endpoint.peers.connections == 0)
+    finally:
+        doorkeeper.end()
+    assert endpoint.dropped_messages

@@ -27,7 +27,7 @@ def test_every_setting_can_be_given_in_each_way(tmp_path, monkeypatch):
         "durability": "log", "keep_history": True, "follow": None, "election": None, "etcd_ca": None,
         "etcd_login": None, "lease_s": 2.0, "status_port": 9100, "status_bind": "127.0.0.2",
         "curve_key": None, "allow": None, "secret_file": None, "admin_allow": None, "insecure": True,
-        "max_memory_bytes": "2GiB", "plugins": "json,os.path", "log_format": "json",
+        "max_memory_bytes": "2GiB", "keep_ended_jobs": "7d", "plugins": "json,os.path", "log_format": "json",
     }  # fmt: skip
     assert list(values) == list(ServerSettings.model_fields)
     given = {name: value for name, value in values.items() if value is not None}

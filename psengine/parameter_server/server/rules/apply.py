@@ -250,6 +250,16 @@ class Apply(ChunkRule):
         return True
 
     @override
+    def take_back(self) -> None:
+        super().take_back()
+        if self._place.segment is not None:
+            self._place = self.memory.new()
+            self._place.values.copy_(self.values)
+            self.values = self._place.values
+            if self.optimizer is not None:
+                self.optimizer.move_to(self.values)
+
+    @override
     def lent_places(self) -> int:
         view, is_made_anew = self.context.view, self.compensation is not None or self.payloads.encodes_answers
         # Each worker may read another version, and who pushes reads none.

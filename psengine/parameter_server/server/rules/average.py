@@ -209,6 +209,13 @@ class Average(ChunkRule):
         self.values, self.values_version = values.clone(), version
 
     @override
+    def take_back(self) -> None:
+        super().take_back()
+        for step, result in self._results.items():
+            if result.place is not None and result.place.segment is not None:
+                self._results[step] = result._replace(place=Place(result.place.values.clone()))
+
+    @override
     def lent_places(self) -> int:
         if self.spec.kind is ChunkKind.CONSTANT or self.payloads.encodes_answers:
             return 0

@@ -156,6 +156,10 @@ class ChunkRule(ABC):
         """Worker ``rank`` computes its next gradient from the values as they are; whether a snapshot has that."""
         return False
 
+    def take_back(self) -> None:
+        """Nobody reads answers in lent memory any more: let go of it."""
+        self.memory.lend(())
+
     @abstractmethod
     def lent_places(self) -> int:
         """In how many places answers to workers of this host are made, if one is to be free whenever one is needed;

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +35,11 @@ COUNTED_BYTES = 4096
 # Of answers that a peer has not read: more than a worker's credit and its requests lead to. Where a rule decides steps,
 # a worker's answers of a step come all at once: ``owed_bytes`` more.
 UNREAD_BYTES = 128 * 1024 * 1024
+# A socket that has not been read empty for so long, and so many messages, is under pressure: what came over connections
+# that are gone is dropped.
+PRESSED_S, PRESSED_MESSAGES = 1.0, 1000
+# Dropped messages in a row, after which other work has its turn.
+DROPPED_AT_ONCE = 256
 # How long answers may still leave after the end.
 LINGER_MS = 1000
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
@@ -46,7 +52,6 @@ _OPTIONS: dict[int, int] = {
     zmq.HANDSHAKE_IVL: HANDSHAKE_MS,
     zmq.SNDHWM: SENT_MESSAGES,
     zmq.RCVHWM: RECEIVED_MESSAGES,
-    zmq.BACKLOG: 1024,
 }
 
 
@@ -76,6 +81,7 @@ class Endpoint:
         address: to bind, as ``ServerSettings.bind_addresses`` has it.
         guard: decides who may connect; None: anybody may.
         lease_s: a connection whose other end's host is gone is found within it.
+        backlog: connections that may wait to be accepted.
 
     Attributes:
         address: as bound, with the real port.
@@ -88,14 +94,21 @@ class Endpoint:
     """
 
     def __init__(
-        self, context: zmq.Context[Any], address: str, guard: Authenticator | None = None, *, lease_s: float = 5.0
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        guard: Authenticator | None = None,
+        *,
+        lease_s: float = 5.0,
+        backlog: int = 1024,
     ) -> None:
         self._guard = guard
         self.owed_bytes: Callable[[], int] = int
         self.closed = 0
         self.sent_bytes = 0
         self.received_bytes = 0
-        self.received_messages = 0
+        self.received_messages = self.dropped_messages = 0
+        self._read_since_empty, self._empty_s = 0, time.monotonic()
         # Of Unix sockets, which zmq leaves behind: by the end another process may have a file's name.
         self._files: dict[str, os.stat_result] = {}
         self._socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
@@ -104,7 +117,7 @@ class Endpoint:
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         # ZMTP's heartbeats wait behind payloads, so that a slow link would look dead. The kernel's keep-alives do not.
-        options = _OPTIONS | keep_alive(lease_s) | {zmq.IPV6: int("[" in address)}
+        options = _OPTIONS | keep_alive(lease_s) | {zmq.IPV6: int("[" in address), zmq.BACKLOG: backlog}
         try:
             for option, value in options.items():
                 self._socket.setsockopt(option, value)
@@ -139,6 +152,7 @@ class Endpoint:
         if is_path and not address.startswith("ipc://@"):
             path = os.path.abspath(address.removeprefix("ipc://"))
             self._files[path] = os.lstat(path)
+            self.peers.paths.append(path)
 
     def open_local(self, address: str) -> None:
         """Listen at the Unix socket ``address`` too.
@@ -160,20 +174,26 @@ class Endpoint:
         """The next message; None where there is none yet. Its frames live as long as they are referenced."""
         self._zero_copy.release()
         receive = self._socket.recv
-        try:
-            part = receive(zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            return None
-        route, frames = part.bytes, []
-        while part.more:  # zmq has all parts of a message, or none
-            part = receive(copy=False)
-            frames.append(part.buffer)
-        size_bytes = sum(map(len, frames))
-        self.received_messages += 1
-        self.received_bytes += size_bytes
-        self.peers.heard(route, part, size_bytes)
-        user_id = str(part.get("User-Id")) if self._guard is not None and self._guard.names_peers else ""
-        return Received(route, user_id, frames, part)
+        for _ in range(DROPPED_AT_ONCE):
+            try:
+                part = receive(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                self._read_since_empty, self._empty_s = 0, time.monotonic()
+                return None
+            route, frames = part.bytes, []
+            while part.more:  # zmq has all parts of a message, or none
+                part = receive(copy=False)
+                frames.append(part.buffer)
+            size_bytes = sum(map(len, frames))
+            self.received_messages += 1
+            self.received_bytes += size_bytes
+            self._read_since_empty += 1
+            is_pressed = self._read_since_empty > PRESSED_MESSAGES and time.monotonic() - self._empty_s > PRESSED_S
+            if self.peers.heard(route, part, size_bytes, is_pressed=is_pressed):
+                user_id = str(part.get("User-Id")) if self._guard is not None and self._guard.names_peers else ""
+                return Received(route, user_id, frames, part)
+            self.dropped_messages += 1
+        return None
 
     def operator(self, received: Received) -> str:
         """Who sent this, in words, if it may give orders; "" if it may not.

@@ -45,6 +45,7 @@ class ShardSegments:
 
     def __init__(self) -> None:
         self._workers: dict[tuple[int, int, int], _Worker] = {}
+        self._jobs: dict[int, Job] = {}  # that have memory lent
 
     def __len__(self) -> int:
         return len(self._workers)
@@ -60,6 +61,7 @@ class ShardSegments:
         except (OSError, ValueError, ProtocolError) as error:
             logger.info("worker %d of job %r shares no memory with this server: %s", resume.worker, job.name, error)
             return None
+        self._jobs[job.number] = job
         former = self._workers.get(_member(resume))
         worker = self._workers[_member(resume)] = _Worker(segment, lent)
         if former is not None:
@@ -102,8 +104,14 @@ class ShardSegments:
         return True
 
     def look(self) -> None:
-        """Forget the workers that have let go of their memory, or died; call it often."""
+        """Forget the workers that have let go of their memory, or died; call it often.
+
+        A job without workers has no memory of this kind: each takes two descriptors.
+        """
         self._workers = {member: worker for member, worker in self._workers.items() if worker.segment.is_held}
+        for number in self._jobs.keys() - {number for number, _, _ in self._workers}:
+            for rule in self._jobs.pop(number).rules.values():
+                rule.take_back()
 
 
 def _lend(job: Job) -> Segment:

@@ -284,6 +284,7 @@ class ShardThread(threading.Thread):
     def status(self) -> ShardStatus:
         """The shard's status, with its socket's counts, and that of the jobs that are led here."""
         here = {"bad_messages": self.bad_messages, "failures": self.failures}
+        here |= {name: getattr(self.endpoint.peers, name) for name in ("connections", "turned_away", "dropped")}
         moved = {one.name: getattr(self.endpoint, one.name) for one in fields(Transport) if one.name not in here}
         status = self.shard.status()
         return replace(
@@ -305,6 +306,16 @@ class ShardThread(threading.Thread):
         kept = None if self.coordinators is None else self.coordinators.forget(job)
         self._send_decided([])
         return kept
+
+    def jobs_in_use(self) -> dict[str, bool]:
+        """The jobs here, each with whether it has workers, or may get them back soon."""
+        led = {} if self.coordinators is None else self.coordinators.by_number
+        connected = self.endpoint.peers.is_connected
+        found = {one.name: bool(one.remembered_count) for one in led.values()}
+        for job in self.shard.jobs.values():
+            routes = [*job.registrars, *(worker.route for worker in job.workers.values())]
+            found[job.name] = found.get(job.name, False) or any(map(connected, routes))
+        return found
 
     # ---- another server's shard, and the lead --------------------------------------------------------------------
 
