@@ -63,6 +63,20 @@ class ReplicaMismatchError(UsageError, RuntimeError):
     """The ranks' models or metrics differ in structure, so there is nothing sensible to average."""
 
 
+class ReplicasDivergedError(PSEngineError, RuntimeError):
+    """Replicas that must be equal have come to differ while they trained; see ``check_replicas``.
+
+    Attributes:
+        workers: those whose parameters are not those of the lowest worker, ascending.
+        parameter: the name of the first parameter that differs, in the module's order.
+    """
+
+    def __init__(self, message: str, *, workers: tuple[int, ...], parameter: str) -> None:
+        super().__init__(message)
+        self.workers = workers
+        self.parameter = parameter
+
+
 class ReductionError(UsageError, RuntimeError):
     """The order of forward, backward and gradient reduction was broken, for example by unused or reused parameters."""
 

@@ -45,7 +45,17 @@ _torchs_report = functools.cache(collect_env.get_env_info)
 PREFIX = "PSENGINE_"
 # After the prefix; the settings of psengine-server are names too.
 KNOWN = (
-    *("ATTEMPT", "CLIENT_KEY", "COLLECTIVE", "CONTINUE", "CUDA", "JOB", "METRICS_BIND", "METRICS_PORT"),
+    *(
+        "ATTEMPT",
+        "CLIENT_KEY",
+        "CHECK_REPLICAS",
+        "COLLECTIVE",
+        "CONTINUE",
+        "CUDA",
+        "JOB",
+        "METRICS_BIND",
+        "METRICS_PORT",
+    ),
     *("RUNTIME_DIR", "RUN_ID", "RUN_NAME", "RUN_THREADS", "SEGMENTS", "SERVERS", "SERVER_KEY", "STALL_S"),
     *("STRATEGY", "TRACEBACK", "TIMELINE", "TIMELINE_STEPS", "TIMELINE_SYNCHRONIZE", "WORKER", "WORKERS"),
 )

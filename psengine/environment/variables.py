@@ -21,6 +21,11 @@ def default_collective() -> str:
     return os.environ.get("PSENGINE_COLLECTIVE", "").strip() or "auto"
 
 
+def default_replica_check() -> str:
+    """Return what a comparison of replicas does where no argument says it: PSENGINE_CHECK_REPLICAS, else "off"."""
+    return os.environ.get("PSENGINE_CHECK_REPLICAS", "").strip() or "off"
+
+
 def launch_attempt() -> str:
     """Return the name of the launcher's attempt that this process belongs to, the same on all of its ranks.
 

@@ -29,8 +29,10 @@ from psengine.gradients.hooks import AccumulationNodes, is_in_distributed_autogr
 from psengine.gradients.in_flight import BucketsInFlight, FiniteCheck
 from psengine.gradients.packing import Packing, make_packing
 from psengine.gradients.ready_counter import ReadyCounter
+from psengine.gradients.step_guard import StepGuard
 from psengine.strategies.base import Strategy
 from psengine.strategies.life_cycle import Replica
+from psengine.strategies.replica_watch import ReplicaWatch
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.bucket_plan import plan_buckets
 from psengine.tensors.share import NOTHING, WHOLE
@@ -56,6 +58,7 @@ class Reducer:
         check_finite: raise at the end of backward where a gradient of some rank is not finite.
         converts_parameters: mixed precision's hooks convert parameters in every iteration, and replace gradients.
         lay_out_again: see ``FrozenParameters``.
+        watch: compares this replica with the others.
         on_error: gets the text of each error before it is raised.
 
     Attributes:
@@ -64,6 +67,7 @@ class Reducer:
         in_flight: the buckets on their way.
         frozen: parameters in no bucket.
         graph: which hooks will fire.
+        guard: watches that optimizers step on exchanged gradients.
         completed_steps: backwards whose gradients were exchanged.
         ready_order: indices in the order in which parameters became ready in the last backward that was timed.
     """
@@ -83,6 +87,7 @@ class Reducer:
         check_finite: bool,
         converts_parameters: bool,
         lay_out_again: Callable[[Set[str]], None],
+        watch: ReplicaWatch,
         on_error: Callable[[str], None],
     ) -> None:
         self.parameters = list(replica.parameters.values())
@@ -90,6 +95,7 @@ class Reducer:
         self._find = replica.find
         self.strategy = strategy
         self._collective = collective = replica.collective
+        self.watch = watch
         self.watched = Backwards(strategy.capabilities.exchange_name)
         # Of the present layout: caps of the buckets, and the order of gradients.
         self._layout: tuple[Sequence[int], Sequence[int] | None] = initial_limits_bytes, None
@@ -100,7 +106,7 @@ class Reducer:
         self._device = self.parameters[0].device
         self._is_multi_device = len({p.device for p in self.parameters}) > 1
 
-        self.iteration = self.completed_steps = 0
+        self.iteration = self.completed_steps = self._exchanges = 0
         self.has_rebuilt_buckets = False
         self._layout_is_final = strategy.capabilities.keeps_first_layout
         self._is_sparse = [name in replica.sparse for name in self.names]
@@ -127,6 +133,7 @@ class Reducer:
         self.frozen = FrozenParameters(frozen, strategy, collective, self._device, lay_out_again)
         self.in_flight = BucketsInFlight(strategy, collective, self.frozen, finite_check)
         self._ready_counter = ReadyCounter(len(self.parameters))
+        self.guard = StepGuard(self.names)
         strategy.serve(self)
         self._lay_out(initial_limits_bytes)
         self.initial_bucket_sizes_bytes = [bucket.size_bytes for bucket in self.buckets]
@@ -150,6 +157,24 @@ class Reducer:
         """Begin to listen to autograd."""
         called = self._autograd_hook, self._reduce_full_buckets
         self._nodes.listen(functools.partial(self._ready_counter.hook, *called))
+        self.guard.listen(self)
+
+    @property
+    def rank(self) -> int:
+        """Of this replica, in its group or at its servers."""
+        at_servers = self.strategy.worker_rank
+        return self._collective.rank if at_servers is None else at_servers
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """Whether a backward exchanges gradients; not among a single rank, nor where only steps exchange."""
+        strategy = self.strategy
+        return strategy.is_in_service and not strategy.capabilities.has_virtual_workers and strategy.needs_packing
+
+    @property
+    def awaits_exchange(self) -> bool:
+        """Whether a backward runs in this thread whose gradients are not exchanged yet."""
+        return self._expects_hooks and torch._C._current_graph_task_id() >= 0
 
     @property
     def is_in_backward(self) -> bool:
@@ -260,6 +285,11 @@ class Reducer:
         with torch.no_grad():
             self.in_flight.packings[bucket.index].unpack(result, unused)
 
+    def compare_replicas(self, *, abstains: bool = False) -> None:
+        """See ``Strategy.compare_replicas``; nothing inside the capture of a CUDA graph."""
+        if not (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self.strategy.compare_replicas(self.watch, self._exchanges, abstains=abstains)
+
     # ---- around forward ----------------------------------------------------------------------------------------
 
     def _set_static_graph(self) -> None:
@@ -341,6 +371,7 @@ class Reducer:
             if not self._expects_hooks:
                 if self.graph.counted_nothing:
                     self._fail(self.graph.describe_repetition(self._collective.rank, index))
+                self._note_stray(index)
                 return
             if self.parameters[index].grad is None:
                 self._misses_gradients = True
@@ -357,6 +388,13 @@ class Reducer:
             left[index] -= 1
             if left[index] == 0:
                 self._mark_ready(index)
+
+    def _note_stray(self, index: int) -> None:
+        """A gradient was accumulated outside of an exchange. One is enough: the others' hooks need not be called."""
+        if self.guard.stray is None:
+            self.guard.stray = index
+            if not self.graph.records_usage:
+                self._ready_counter.ignore()
 
     def _mark_ready(self, index: int) -> None:
         if len(self.ready_order) < len(self.parameters):
@@ -407,6 +445,8 @@ class Reducer:
                 raise
             self._settle()
             self.completed_steps += 1
+            self._exchanges += 1
+            self.guard.exchanged()
             self.frozen.look(self.in_flight.share or WHOLE)
 
     def _settle(self) -> None:
@@ -416,10 +456,7 @@ class Reducer:
 
     def _stop_expecting_hooks(self) -> None:
         self._expects_hooks = False
-        if self.graph.records_usage:
-            self._ready_counter.call()
-        else:
-            self._ready_counter.ignore()
+        self._ready_counter.call()  # the first stray gradient, or the use of each parameter, is noted
 
     # ---- for join ----------------------------------------------------------------------------------------------
 
@@ -428,6 +465,7 @@ class Reducer:
         is_counted = self.graph.is_being_counted
         self.in_flight.shadow(self.graph)
         self._settle()
+        self._exchanges += 1
         self.frozen.look(NOTHING)
         if not is_counted and self.awaits_order:
             # All ranks rebuild; rank 0's order overwrites this one.
@@ -453,6 +491,7 @@ class Reducer:
 
     def _remove_autograd_hooks(self) -> None:
         """Stop listening to autograd; gradients stay local from now on."""
+        self.guard.stop_listening()
         self._nodes.stop_listening()
 
     def _set_optimizer_in_backward(self) -> None:

@@ -42,6 +42,7 @@ class ChunkKind(str, Enum):
     BUFFER = "buffer"  # running statistics: values are pushed
     CONSTANT = "constant"  # frozen parameters: never pushed
     USAGE = "usage"  # summed: which parameters a backward used, int32; losses of closures, float64
+    ACCOUNT = "account"  # what a replica says of itself; comes back as the lowest rank's
     TABLE = "table"  # part of a table of rows: gradients of rows are pushed
 
     @property

@@ -19,9 +19,11 @@ from psengine.errors import ConfigurationError, ReductionError
 from psengine.specification import Configured, specified, written
 from psengine.strategies.exchange import Exchange, Step
 from psengine.strategies.life_cycle import LifeCycle, Replica
+from psengine.strategies.replica_watch import ReplicaWatch
 from psengine.strategies.stepping import Stepping, check_one
 from psengine.strategies.verification import verify_replicas
 from psengine.tensors.share import WHOLE, Share
+from psengine.tracing.timeline import span
 
 
 class BoundOptimizer(Protocol):
@@ -109,6 +111,11 @@ class Strategy(Configured, Exchange, LifeCycle, Stepping):
         return self._replica
 
     @property
+    def is_in_service(self) -> bool:
+        """Whether there is a replica in service."""
+        return self._replica is not None
+
+    @property
     def collective(self) -> Collective:
         """The group of replicas."""
         return self.replica.collective
@@ -144,6 +151,34 @@ class Strategy(Configured, Exchange, LifeCycle, Stepping):
             state = list(self.replica.state.values())
             self.collective.broadcast(state, 0, what="initial parameters and buffers").wait()
 
+    # ---- are replicas still equal? -----------------------------------------------------------------------------
+
+    # Replicas are equal after each so many steps.
+    equal_every = 1
+
+    def equal_after(self, exchanges: int) -> int | None:
+        """The step after which all replicas are equal now, as all of them count. None, the default: they may differ.
+
+        Args:
+            exchanges: backwards that this reducer has exchanged, or shadowed inside ``join``.
+        """
+        return None
+
+    def compare_replicas(self, watch: ReplicaWatch, exchanges: int, *, abstains: bool = False) -> None:
+        """Before a forward whose gradients will be exchanged: see that replicas are equal, if that is due.
+
+        Args:
+            watch: compares.
+            exchanges: as for ``equal_after``.
+            abstains: inside ``join``, this replica has no data any more.
+
+        Raises:
+            ReplicasDivergedError: they are not, and ``check_replicas`` is "error".
+        """
+        step = self.equal_after(exchanges)
+        if step is not None and watch.asks(step, self.equal_every):
+            compare_over(self.collective, watch, step, abstains=abstains)
+
     def residuals(self) -> dict[str, torch.Tensor]:
         """What codecs left out, by name; not to be written. Default: nothing."""
         return {}
@@ -178,6 +213,20 @@ class Strategy(Configured, Exchange, LifeCycle, Stepping):
     def close(self) -> None:
         """The process group belongs to the caller and stays open."""
         self._replica = None
+
+
+def compare_over(
+    collective: Collective, watch: ReplicaWatch, step: int, *, abstains: bool = False, is_urgent: bool = False
+) -> None:
+    """Compare the replicas of a collective's ranks; see ``ReplicaWatch.compare``."""
+
+    def share(own: torch.Tensor) -> dict[int, torch.Tensor]:
+        gathered = collective.gather(torch.zeros_like(own) if abstains else own, what="comparison of replicas")
+        return {rank: found for rank, found in enumerate(gathered) if found.any()}
+
+    if collective.world_size > 1:
+        with span("compare replicas"):
+            watch.compare(step, collective.rank, share, is_urgent=is_urgent)
 
 
 class StepStrategy(Strategy, Generic[Stepper]):

@@ -17,6 +17,7 @@ import torch
 
 from psengine.collectives.base import CompletedWork, Intermediate, Work
 from psengine.errors import ConfigurationError
+from psengine.strategies.replica_watch import ReplicaWatch
 from psengine.tensors.bucket import Bucket
 from psengine.tensors.share import WHOLE, Share
 
@@ -105,6 +106,10 @@ class Gradients(Protocol):
     @property
     def arrival_order(self) -> list[int] | None:
         """Indices of parameters as the gradients of the last backward arrived; None where that was not noted."""
+
+    @property
+    def watch(self) -> ReplicaWatch:
+        """Compares this replica with the others."""
 
     @property
     def awaits_order(self) -> bool:

@@ -157,6 +157,11 @@ class SyncAllReduce(Strategy):
         self._sums.take(residuals)
 
     @override
+    def equal_after(self, exchanges: int) -> int | None:
+        """A communication hook may keep replicas apart for a while, as torch's post-local SGD does."""
+        return exchanges if self._hook is None else None
+
+    @override
     def register_comm_hook(self, hook: CommHook) -> None:
         """Let ``hook`` replace the all-reduce; gradients then reach it undivided, as with native DDP."""
         if not self._codec.is_lossless:

@@ -16,9 +16,10 @@ from torch.nn.parameter import UninitializedParameter
 from psengine.collectives import registry
 from psengine.environment.context import world_place
 from psengine.environment.launchers import read_worker
-from psengine.environment.variables import inherited_variables
+from psengine.environment.variables import default_replica_check, inherited_variables
 from psengine.errors import ArgumentTypeError, ConfigurationError, ModuleError, ReductionError
 from psengine.strategies.base import Strategy
+from psengine.strategies.replica_watch import CHOICES
 from psengine.tensors.leaves import is_real_scalar, to_float
 
 
@@ -77,6 +78,18 @@ def check_delayed(
         )
     if named_parameters:
         check_has_group(strategy, "delay_all_reduce_named_params", "Fix: leave it out.")
+
+
+def choose_replica_check(choice: str | None) -> str:
+    """What ``check_replicas=choice`` means.
+
+    Raises:
+        ConfigurationError: nothing.
+    """
+    chosen = default_replica_check() if choice is None else choice
+    if chosen not in CHOICES:
+        raise ConfigurationError(f"check_replicas (expected one of {', '.join(map(repr, CHOICES))}, got {chosen!r})")
+    return chosen
 
 
 def check_virtual_workers(wrapper: Any, *, static_graph: bool) -> None:

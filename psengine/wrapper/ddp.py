@@ -37,10 +37,11 @@ from psengine.gradients.hooks import is_transformed
 from psengine.gradients.reducer import Reducer
 from psengine.kernels.freed_memory import keep_freed_memory
 from psengine.protocol.layout import OtherNames
-from psengine.strategies.base import Strategy
+from psengine.strategies.base import Strategy, compare_over
 from psengine.strategies.buffer_broadcast import BufferBroadcast
 from psengine.strategies.life_cycle import Replica
 from psengine.strategies.registry import resolve_strategy
+from psengine.strategies.replica_watch import ReplicaWatch
 from psengine.strategies.statistics import Statistics
 from psengine.strategies.stepping import check_whole_state
 from psengine.tables import Tables, find_tables
@@ -100,6 +101,10 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         check_finite: raise ``NonFiniteGradientError`` from ``backward()`` on every rank, naming parameter and rank,
             where a gradient is NaN or infinite as it travels, before an average is copied to a gradient. Found while
             packing, and told to the others in one small exchange a step; see docs/native.md.
+        check_replicas: compare the replicas' parameters while they train, at steps 1, 2, 4, ..., 512 and at every
+            multiple of 1,000; once they differ twice in a row, "warn" logs which parameter differs, on which worker,
+            since when and why, and "error" raises ``ReplicasDivergedError`` on every rank. "off" compares nothing.
+            Default: ``PSENGINE_CHECK_REPLICAS``, else "off". See docs/ddp.md.
 
     Attributes:
         saves_strategy_state: set to True, ``state_dict`` holds what the strategy keeps besides the model and its
@@ -113,6 +118,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
     _load_hook: torch.utils.hooks.RemovableHandle | None = None
     _idle: Set[str] = frozenset()  # names of thawed parameters that no rank has used
+    _loads_strategy_state = False
+    _loaded_after: int | None = None  # so many steps; None: nothing was loaded since the model was wrapped
 
     def __init__(
         self,
@@ -140,6 +147,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         strategy: str | Strategy | None = None,
         collective: str | Collective | None = None,
         check_finite: bool = False,
+        check_replicas: str | None = None,
     ) -> None:
         native_features.stay_out_of_graphs()
         torch.nn.Module.__init__(self)
@@ -173,6 +181,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = mixed_precision
         self.check_finite = check_finite
+        self._replica_check = checks.choose_replica_check(check_replicas)
         self.saves_strategy_state = False
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
@@ -244,10 +253,9 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             if shutdowns != shutdown_count():
                 model.leave()  # the next one has its place in its job
         self.strategy.prepare(replica)
-        if self.strategy.capabilities.steps_alone and self._load_hook is None:
+        if self._load_hook is None:
             hook = LoadHook(weakref.WeakMethod(self._begin_load))
             self._load_hook = self.module.register_load_state_dict_pre_hook(hook)
-            self._loads_strategy_state = False
         rebuilds = not self.strategy.capabilities.keeps_first_layout
         may_rebuild = rebuilds and (static_graph or not self.find_unused_parameters)
         # Buckets that will be rebuilt in arrival order start as one: until that order is known, an all-reduce in the
@@ -267,14 +275,13 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
                 check_finite=self.check_finite,
                 converts_parameters=self.mixed_precision is not None,
                 lay_out_again=functools.partial(_lay_out_again, weakref.ref(self)),
+                watch=self._watch_replicas(replica),
                 on_error=self.logger.set_error_and_log,
             )
             self.strategy.join()
             if self.strategy.rendezvous is not None or self._tables.layers:
                 _at_servers[self] = shutdown_count()
-            at_servers = self.strategy.worker_rank
-            rank = self._collective.rank if at_servers is None else at_servers
-            self.reducer.watched.meter = watch(self.strategy.name, rank, self._collective.world_size)
+            self.reducer.watched.meter = watch(self.strategy.name, self.reducer.rank, self._collective.world_size)
         except BaseException:
             self.strategy.close()
             raise
@@ -296,11 +303,18 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._has_rebuilt_buckets = False
         self._start(init_sync=init_sync, init_sync_buffers=self.forward_sync_buffers, static_graph=self.static_graph)
         self.reducer.iteration, self.reducer.completed_steps = former.iteration, former.completed_steps
+        self.reducer.watch.first_step = former.completed_steps
         self.reducer.in_flight.writes_gradients = former.in_flight.writes_gradients
         for optimizer in list(self._optimizers):
             optimizer._psengine_strategy = self.strategy  # type: ignore[attr-defined]
             optimizer._step_supports_amp_scaling = optimizer._psengine_scales_itself  # type: ignore[attr-defined]
             self.strategy.bind(optimizer)
+
+    def _watch_replicas(self, replica: Replica) -> ReplicaWatch:
+        """What compares this replica's parameters with the others'; no DTensors, whose parts differ by design."""
+        parameters = {name: p for name, p in replica.parameters.items() if not hasattr(p, "to_local")}
+        facts = functools.partial(_facts, weakref.ref(self))
+        return ReplicaWatch(parameters, self._replica_check, facts)
 
     def _describe_to_strategy(self, *, with_buffers: bool, is_known_equal: bool) -> Replica:
         parameters = reducible_parameters(self.module, self.parameters_to_ignore | self._idle)
@@ -318,8 +332,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
             device=self.device,
             sparse=[name for name in parameters if has_sparse_gradient(self.module, name)],
             is_known_equal=is_known_equal,
-            options=self._tables.options,
             find=functools.partial(find_parameter, self.module),
+            options={**self._tables.options, "check_replicas": "off" if self._replica_check == "off" else "on"},
         )
 
     # ---- forward ---------------------------------------------------------------------------------------------------
@@ -333,6 +347,9 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         if recorder.is_on:
             recorder.settled_ns()
             recorded = span("forward" if torch.is_grad_enabled() else "forward without gradients")
+        will_exchange = torch.is_grad_enabled() and self.require_backward_grad_sync and not self._join_config.enable
+        if will_exchange and not (self._use_python_reducer or self._delay_all_reduce_all_params):
+            self.reducer.compare_replicas()
         name = "DistributedDataParallel.forward"
         with torch.autograd.profiler.record_function(name) if is_profiling() else nullcontext():
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
@@ -357,6 +374,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
     def _post_forward(self, output: Any) -> Any:
         """Native DDP's: expect this forward's gradients; where the graph is searched or counted, watch the outputs."""
         if not (self._use_python_reducer or self._delay_all_reduce_all_params):
+            self.reducer.guard.accumulates = torch.is_grad_enabled() and not self.require_backward_grad_sync
             self.reducer.in_flight.averaging_weight.in_join = self._join_config.enable
             will_exchange = torch.is_grad_enabled() and self.require_backward_grad_sync
             # A static graph's first exchange may come after backwards inside no_sync, which must not start it
@@ -483,6 +501,8 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._collective.sum(flags, what="join: does anybody synchronise gradients")
         syncing_ranks, weighing_ranks = flags.tolist()
         self.reducer.in_flight.averaging_weight.shadows_weights = weighing_ranks != 0
+        if syncing_ranks:
+            self.reducer.compare_replicas(abstains=is_joined_rank)
         return bool(syncing_ranks != 0)
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
@@ -518,6 +538,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         if self._delay_all_reduce_all_params:
             raise ModuleError("all parameters are in delay_all_reduce_named_params; there is no bucket for a hook")
         self.strategy.register_comm_hook(native_features.bucket_hook(state, hook, weakref.ref(self)))
+        self.reducer.guard.is_early_step_allowed = True  # such a hook may step what it has exchanged
         self._comm_hooks.append((hook, state))
         self.logger.facts["comm_hook"] = name
 
@@ -564,6 +585,23 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
                 of the round's end: save them, or wrap the module again.
         """
         switching.switch_strategy(self, strategy)
+
+    def check_replicas(self) -> None:
+        """Compare the parameters of all replicas now, bit by bit; all ranks call it, between two steps.
+
+        Raises:
+            ReplicasDivergedError: they differ; names the first parameter, the workers, and the cause if it is found.
+            ConfigurationError: this strategy keeps replicas apart, or compares them only while they train.
+        """
+        watch, step = self.reducer.watch, self.reducer.completed_steps
+        if not self.strategy.capabilities.needs_process_group or self.strategy.equal_after(step) is None:
+            raise ConfigurationError(
+                f"strategy {self.strategy!r} does not keep replicas equal here, or compares them itself (expected one"
+                " such as 'sync', or 'local' between two rounds). Fix: leave out check_replicas()"
+            )
+        now = replace(watch, choice="error", verdict=None)
+        compare_over(self._collective, now, step - watch.first_step, is_urgent=True)
+        watch.equal_step = now.equal_step
 
     def leave(self) -> None:
         """Take no more part: say goodbye to the servers, so that nobody waits for this worker. Safe to call twice.
@@ -627,6 +665,7 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
 
     def _begin_load(self) -> None:
         """Called by ``model.load_state_dict`` and by ``model.module.load_state_dict``."""
+        self._loaded_after = self.reducer.completed_steps
         if not self._loads_strategy_state:
             self.strategy.restart()
         self._loads_strategy_state = False
@@ -658,6 +697,26 @@ class DistributedDataParallel(NativeDistributedDataParallel):  # type: ignore[mi
         self._tables = Tables({})
         with_buffers = self.forward_sync_buffers and self.strategy.capabilities.carries_buffers
         self._start(init_sync=False, init_sync_buffers=with_buffers, static_graph=self.static_graph)
+
+
+def _facts(reference: weakref.ref[DistributedDataParallel]) -> dict[str, str]:
+    """What this process knows of a replica beside its parameters, for a comparison: name to value."""
+    model = reference()
+    if model is None:
+        return {}
+    capability, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    facts = {"machine": f"{capability}, {threads} threads, {model.device.type}, torch {torch.__version__}"}
+    guard = model.reducer.guard
+    done = {
+        "the last step on gradients that were not exchanged": guard.last_violation,
+        "the last load_state_dict, after step": model._loaded_after,
+    }
+    facts |= {name: str(value) for name, value in done.items() if value is not None}
+    for optimizer in guard.optimizers:
+        for index, group in enumerate(optimizer.param_groups):
+            plain = {key: value for key, value in group.items() if isinstance(value, float | int | str | tuple)}
+            facts |= {f"{key} of {type(optimizer).__name__}'s group {index}": str(plain[key]) for key in plain}
+    return facts
 
 
 def _exchanges(reference: weakref.ref[DistributedDataParallel]) -> int:

@@ -20,6 +20,7 @@ from psengine.strategies.elastic.player import Player
 from psengine.strategies.elastic.sync import SyncVirtualWorkers
 from psengine.strategies.exchange import Step
 from psengine.strategies.life_cycle import Replica
+from psengine.strategies.replica_watch import ReplicaWatch
 from simulation.groups import ring_sum
 from simulation.reference import Values
 
@@ -130,6 +131,7 @@ class Reducer:
         self.arrival_order: list[int] | None = None
         self.awaits_order = True
         self.strategy: SyncVirtualWorkers | None = None
+        self.watch = ReplicaWatch({}, "off", dict)
         self._parameters = parameters
         self._order, self._slot = FIRST_ORDER, 0
         self._buckets: list[SimulatedBucket] = []

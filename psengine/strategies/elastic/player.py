@@ -133,7 +133,7 @@ class Player:
         alike = {"virtual workers": str(self.virtual_workers)} | self.state.facts() | dict(facts)
         if self._checkpoints is not None:
             self._checkpoints.facts = alike
-        self._adopt(self._membership.enter(alike, checkpoint))
+        self._adopt(self._membership.enter({**alike, **self.parts[0].replica.options}, checkpoint))
         assert self.completed is not None, "who is in a group has its state"
         return self.completed + 1
 
@@ -207,6 +207,8 @@ class Player:
             self.state.transfer(collective, source, newest, has_state=self.completed is not None)
         self._deal(group, owners)
         self.completed = newest
+        for part in self.parts:
+            part.watch.begin(newest)
         self._membership.reached(newest)
 
     def _check_in_time(self, newest: int, known: int | None) -> None:
@@ -257,6 +259,11 @@ class Player:
         if self._error is not None or self._membership.has_news:
             self._regroup(self._error)
         assert self.completed == step - 1, f"step {step} follows step {self.completed}"
+        try:
+            for part in self.parts:
+                part.compare(self.completed)
+        except CollectiveError as error:
+            self._regroup(error)
         is_first = self._group is not None and self._group.collective.rank == 0
         if is_first and self._checkpoints is not None and self._checkpoints.is_due(self.completed):
             self._checkpoints.write(self.state.snapshot(self.completed))

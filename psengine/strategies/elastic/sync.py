@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from psengine.collectives.base import Collective, CompletedWork, Work
 from psengine.errors import ConfigurationError, ReductionError
-from psengine.strategies.base import Capabilities, Strategy
+from psengine.strategies.base import Capabilities, Strategy, compare_over
 from psengine.strategies.buffer_broadcast import BufferBroadcast
 from psengine.strategies.elastic.player import Outcome, Player, player_for
 from psengine.strategies.exchange import BucketExchange, Driver, Gradients, Step
@@ -52,6 +52,7 @@ class SyncVirtualWorkers(Strategy):
         slots: how many virtual workers are played here.
         outcome: of the last step that ended; None before.
         is_played: whether a backward is expected, of a virtual worker's batch.
+        watch: compares this replica with the others.
 
     Raises:
         ConfigurationError: ``virtual_workers`` is less than 1.
@@ -97,7 +98,7 @@ class SyncVirtualWorkers(Strategy):
     def serve(self, gradients: Gradients) -> None:
         self.slots, self.is_played = 1, False
         self.outcome: Outcome | None = None
-        self._gradients, self._group = gradients, self.collective
+        self._gradients, self._group, self.watch = gradients, self.collective, gradients.watch
         self._owners: Sequence[tuple[int, int]] = ()
         self._buckets: Sequence[Bucket] = ()
         self._memories: list[torch.Tensor] = []
@@ -125,6 +126,21 @@ class SyncVirtualWorkers(Strategy):
     @override
     def statistics(self) -> Mapping[str, Any]:
         return self.player.statistics()
+
+    @override
+    def equal_after(self, exchanges: int) -> int | None:
+        """The player compares, between steps: there workers' groups change."""
+        return None
+
+    def compare(self, step: int) -> None:
+        """The step after ``step`` begins: compare the replicas of the group.
+
+        Raises:
+            CollectiveError: a worker of the group is gone.
+            ReplicasDivergedError: see ``ReplicaWatch``.
+        """
+        if self.watch.asks(step):
+            compare_over(self._group, self.watch, step)
 
     @override
     def step(self, local_step: Callable[[], Any], closure: Callable[[], Any] | None = None) -> Any:

@@ -432,6 +432,17 @@ class LocalSteps(Rounds):
 
     # ---- stepping ----------------------------------------------------------------------------------------------
 
+    @property
+    def equal_every(self) -> int:  # type: ignore[override]
+        """Replicas are equal between two rounds."""
+        return self._rounds.every
+
+    @override
+    def equal_after(self, exchanges: int) -> int | None:
+        """Where parts of the model travel in turn, replicas are never equal as a whole."""
+        is_whole = self._rounds.fragments == 1 and self._rounds.overlap == 0 and self._is_settled
+        return self._steps if is_whole and self._steps % self._rounds.every == 0 else None
+
     @override
     def shadow_step(self) -> None:
         """A rank without data takes part in the exchanges, with the parameters that it has."""

@@ -33,6 +33,7 @@ from psengine.protocol.bodies import AnyRule, convert
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.strategies.base import Capabilities, Strategy
 from psengine.strategies.life_cycle import Replica
+from psengine.strategies.replica_watch import account_rows
 from psengine.strategies.servers.discovery import Rendezvous, leave, meet, name_of_job
 from psengine.strategies.statistics import counts_at_servers
 from psengine.tensors.bucket import Bucket
@@ -46,6 +47,9 @@ LOOK_AGAIN_S = 0.1
 CHECK_TIMEOUT_S = 10.0
 USAGE_NAME = "psengine/used parameters"
 LOSS_NAME = "psengine/losses"
+ACCOUNT_NAME = "psengine/accounts of replicas"
+# Chunks of no tensor of the model.
+NO_TENSOR = (ChunkKind.USAGE, ChunkKind.ACCOUNT)
 
 
 class _SessionsOptions(TypedDict, total=False):
@@ -382,6 +386,7 @@ class ChunkedReplica:
         buffers: keys of the chunks of buffers.
         usage: key of the usage map, None without one.
         loss: key of what ``average_loss`` adds, None without a usage map.
+        accounts: the chunks of a replica's account, with ``counts_usage``; see ``strategies/replica_watch.py``.
     """
 
     def __init__(self, replica: Replica, buckets: Sequence[Bucket], *, servers: int, counts_usage: bool) -> None:
@@ -409,12 +414,17 @@ class ChunkedReplica:
             self._add(ChunkKind.CONSTANT, [name], tensor.dtype)
         self.usage: int | None = None
         self.loss: int | None = None
+        self.accounts: list[ChunkSpec] = []
+        count = len(replica.parameters)
         if counts_usage:
             self.usage = len(self.specs)
-            count = len(replica.parameters)
             self.specs.extend(cut(ChunkKind.USAGE, [(USAGE_NAME, (count,), (1,), count)], torch.int32, self.usage))
             self.loss = len(self.specs)
             self.specs.extend(cut(ChunkKind.USAGE, [(LOSS_NAME, (2,), (1,), 2)], torch.float64, self.loss))
+        if counts_usage and replica.options.get("check_replicas") != "off":
+            account = (ACCOUNT_NAME, (account_rows(count), 4), (4, 1), 4 * account_rows(count))
+            self.accounts = cut(ChunkKind.ACCOUNT, [account], torch.int64, len(self.specs))
+            self.specs.extend(self.accounts)
 
     def _add(self, kind: ChunkKind, names: Sequence[str], dtype: torch.dtype) -> list[ChunkSpec]:
         images = {name: self._images[name] for name in names}
@@ -499,4 +509,4 @@ class ChunkedReplica:
 
 
 def _names(specs: Iterable[ChunkSpec]) -> dict[str, None]:
-    return {segment.name: None for spec in specs if spec.kind is not ChunkKind.USAGE for segment in spec.segments}
+    return {segment.name: None for spec in specs if spec.kind not in NO_TENSOR for segment in spec.segments}

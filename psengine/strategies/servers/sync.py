@@ -27,6 +27,7 @@ from psengine.errors import FencedError, ServerRefusedError
 from psengine.parameter_server.client.operation import Push, Request, wait_all
 from psengine.protocol.messages import ErrorCode
 from psengine.strategies.exchange import BucketExchange, Step
+from psengine.strategies.replica_watch import Account, ReplicaWatch, write_account
 from psengine.strategies.servers.base import ServerOptions, ServerStrategy
 from psengine.strategies.servers.worker_state import OptimizerStates
 from psengine.tensors.bucket import Bucket
@@ -72,6 +73,7 @@ class SyncServer(ServerStrategy):
         self._is_open = False
         self._is_empty = False  # nobody contributed to it; until the next one begins
         self._exchanges: list[_Exchange] = []
+        self._account: tuple[int, torch.Tensor, torch.Tensor] | None = None
         self._weight: float | None = None
         self._gradient_keys: set[int] = set()
 
@@ -102,6 +104,32 @@ class SyncServer(ServerStrategy):
                 raise
             text = f"a server restarted before worker {self.session.rank} had read the job's state. Fix: start it again"
             raise FencedError(text, ErrorCode.FENCED) from None
+
+    # ---- are replicas still equal? -----------------------------------------------------------------------------
+
+    @override
+    def compare_replicas(self, watch: ReplicaWatch, exchanges: int, *, abstains: bool = False) -> None:
+        """The lowest worker's account comes back with the step's averages, and is looked at before the next step.
+
+        Raises:
+            ReplicasDivergedError: on each worker that differs from the lowest in two steps that follow each other.
+        """
+        if self._account is not None and not self._is_open:
+            step, own, lowest = self._account
+            accounts = {int(Account.read(one, len(watch.parameters)).facts["worker"]): one for one in (lowest, own)}
+            self._account = None
+            watch.weigh(step, self.session.rank, accounts)
+        if not watch.asks(self.completed_steps, in_pairs=True):
+            return
+        facts = {"worker": str(self.session.rank), **watch.facts()}
+        own = write_account(list(watch.parameters.values()), facts, measures=False)
+        lowest = torch.empty_like(own)
+        self._account = self.completed_steps, own, lowest
+        payloads = [
+            flat.split([spec.numel for spec in self.chunks.accounts]) for flat in (own.view(-1), lowest.view(-1))
+        ]
+        for spec, payload, landing in zip(self.chunks.accounts, *payloads, strict=True):
+            self._exchange(spec.key, payload, landing)
 
     # ---- a step ------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,9 @@ from psengine.parameter_server.server.rules.exchange import Contribution
 from psengine.protocol.layout import ChunkKind, ChunkSpec
 from psengine.protocol.messages import ErrorCode
 
+# Of these nothing is added: the lowest rank's counts.
+LOWEST = (ChunkKind.BUFFER, ChunkKind.ACCOUNT)
+
 
 class ContributionSet:
     """See the module's text."""
@@ -39,7 +42,7 @@ class ContributionSet:
     def add(self, contribution: Contribution, live: Sequence[int]) -> None:
         """One more, which was checked, of a rank that is not here yet; ``live``: the ranks awaited, ascending."""
         self.by_rank[contribution.rank] = contribution
-        if self._spec.kind is ChunkKind.BUFFER or len(self.by_rank) == len(live):
+        if self._spec.kind in LOWEST or len(self.by_rank) == len(live):
             return  # nothing is added, or the rest at once, into the result
         for rank in live:
             if self._added and rank <= self._added[-1].rank:
@@ -81,7 +84,7 @@ class ContributionSet:
         if not given:
             return None
         first = given[0]
-        if self._spec.kind is ChunkKind.BUFFER or len(given) == 1:
+        if self._spec.kind in LOWEST or len(given) == 1:
             assert first.values is not None
             return _copied(first.values, memory()) if first.is_borrowed else Place(first.values)
         weights = [one.weight for one in given if one.weight is not None]
