@@ -64,7 +64,7 @@ def follow(client: psengine.Client, options: argparse.Namespace) -> None:
     while not is_over:
         is_over = job_status(client, options)["members"] == 0  # asked before: nothing changes once it is true
         client.pull(into=network.state_dict())  # parameters and buffers; parts arrive while the training goes on
-        version = min(client.session.version(chunk.key) for chunk in client.layout())
+        version = min(client.session.version(chunk.key) for chunk in client.layout() if chunk.kind.is_trained)
         with torch.no_grad():
             accuracy = (network(images[is_test]).argmax(1) == labels[is_test]).float().mean().item()
         print(f"version {version}  accuracy {accuracy:.2%}", flush=True)
